@@ -1,0 +1,219 @@
+"""The native checkpoint: a folder that the runtime loads and nothing else.
+
+    DIR/config.json   kind ("target" or "drafter"), architecture, stored dtype, file sizes
+    DIR/params/       the module's arrays by name, written by Orbax
+    DIR/tokenizer/    the source's tokenizer files and config.json (targets that have one)
+
+A folder appears under its name only when it is complete.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from orbax.checkpoint import v1 as ocp
+
+from peagle_jax.config import DrafterConfig, TargetConfig
+from peagle_jax.models import Drafter, Target
+
+FORMAT = "peagle_jax"
+FORMAT_VERSION = 1
+
+Kind = Literal["target", "drafter"]
+ModelConfig = TargetConfig | DrafterConfig
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, incomplete, damaged or of another kind."""
+
+
+def abstract_parameters(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns name, shape and float32 or int32 dtype of every array of the config's module."""
+    return dict(_named(_abstract_module(config, jnp.dtype("float32"))))
+
+
+@contextlib.contextmanager
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """Yields a folder to write into, which becomes `directory` when the block succeeds.
+
+    It lies beside `directory` under a name that starts with ".", so a run that is killed leaves
+    nothing that loads; what earlier killed runs left is removed.
+
+    Raises:
+      CheckpointError: `directory` exists and is not an empty folder, or the disk fails.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(f"{directory} exists already: remove it or name another folder")
+    prefix = f".{directory.name}.partial-"
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for stale in directory.parent.glob(f"{prefix}*"):
+            if not _is_running(stale.name.removeprefix(prefix).split("-")[0]):
+                shutil.rmtree(stale, ignore_errors=True)
+        partial = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=directory.parent))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {directory}: {error}") from error
+    try:
+        partial.chmod(0o755)
+        yield partial
+        os.replace(partial, directory)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {directory}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, ValueError):
+        return False
+    return True
+
+
+def save(
+    directory: Path,
+    config: ModelConfig,
+    arrays: Mapping[str, jax.Array],
+    tokenizer_files: Mapping[str, Path] | None = None,
+) -> None:
+    """Writes a native checkpoint, all or nothing.
+
+    Args:
+      directory: folder to make; it must not exist or be empty.
+      config: architecture.
+      arrays: by the names and shapes of `abstract_parameters(config)`; floating arrays all of
+        one dtype. JAX arrays on the CPU are written without a copy.
+      tokenizer_files: files to copy into `tokenizer/`, by their name there.
+
+    Raises:
+      CheckpointError: names or shapes do not fit the config, or the folder cannot be written.
+    """
+    expected = abstract_parameters(config)
+    if set(arrays) != set(expected):
+        missing, extra = sorted(set(expected) - set(arrays)), sorted(set(arrays) - set(expected))
+        raise CheckpointError(f"arrays do not fit the config: missing {missing}, extra {extra}")
+    for name, array in arrays.items():
+        if array.shape != expected[name].shape:
+            raise CheckpointError(f"{name} is {array.shape}, expected {expected[name].shape}")
+    dtypes = sorted({str(a.dtype) for a in arrays.values() if jnp.issubdtype(a.dtype, jnp.floating)})
+    if len(dtypes) != 1:
+        raise CheckpointError(f"floating arrays must have one dtype, got {dtypes}")
+    with atomic_directory(directory) as partial:
+        ocp.save(partial / "params", dict(arrays))
+        for name, source in (tokenizer_files or {}).items():
+            (partial / "tokenizer").mkdir(exist_ok=True)
+            shutil.copyfile(source, partial / "tokenizer" / name)
+        header = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "kind": _kind(config),
+            "dtype": dtypes[0],
+            "config": config.to_json(),
+            "files": {name: size for name, size in sorted(_file_sizes(partial).items())},
+        }
+        (partial / "config.json").write_text(json.dumps(header, indent=2) + "\n")
+
+
+def is_native(directory: Path) -> bool:
+    """Whether the folder's config.json says that it is a native checkpoint."""
+    try:
+        header = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(header, dict) and header.get("format") == FORMAT
+
+
+def read_config(directory: Path, kind: Kind) -> tuple[ModelConfig, jnp.dtype]:
+    """Reads the architecture and the stored dtype, and checks that the files are all there.
+
+    Raises:
+      CheckpointError: no native checkpoint of this kind, or a file is missing or cut off.
+      ConfigError: the config holds unknown values.
+    """
+    path = directory / "config.json"
+    try:
+        header = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise CheckpointError(f"{directory} is no native checkpoint; convert it with peagle-convert")
+    if header["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{directory} has format version {header['format_version']}, this release reads "
+            f"{FORMAT_VERSION}; convert the source checkpoint again"
+        )
+    if header["kind"] != kind:
+        raise CheckpointError(f"{directory} holds a {header['kind']}, not a {kind}")
+    sizes = _file_sizes(directory)
+    damaged = sorted(name for name, size in header["files"].items() if sizes.get(name) != size)
+    if damaged:
+        raise CheckpointError(
+            f"{directory} is damaged: {damaged} missing or of another size; convert it again"
+        )
+    config_type = TargetConfig if kind == "target" else DrafterConfig
+    return config_type.from_json(header["config"]), jnp.dtype(header["dtype"])
+
+
+def load_module(
+    directory: Path, config: ModelConfig, dtype: jnp.dtype, sharding: jax.sharding.Sharding
+) -> Target | Drafter:
+    """Loads the arrays of a native checkpoint into its module.
+
+    Args:
+      directory: the native checkpoint.
+      config: what `read_config` returned for it.
+      dtype: of weights and activations; stored weights are cast while they are read.
+      sharding: where the arrays go.
+
+    Raises:
+      CheckpointError: the arrays cannot be read or do not fit the config.
+    """
+    module = _abstract_module(config, dtype)
+    wanted = {
+        name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        for name, value in _named(module)
+    }
+    try:
+        arrays = ocp.load(directory / "params", wanted)
+    except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
+        raise CheckpointError(
+            f"cannot load {directory / 'params'}: {str(error).splitlines()[0]}; "
+            "convert the source checkpoint again"
+        ) from error
+    graphdef, state = nnx.split(module)
+    flat = [(path, v.replace(arrays[_name(path)])) for path, v in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def _abstract_module(config: ModelConfig, dtype: jnp.dtype) -> Target | Drafter:
+    module = Target if isinstance(config, TargetConfig) else Drafter
+    return nnx.eval_shape(lambda: module(config, dtype=dtype, rngs=nnx.Rngs(0)))  # type: ignore[arg-type]
+
+
+def _named(module: nnx.Module) -> Iterator[tuple[str, Any]]:
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        yield _name(path), variable.get_value()
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _kind(config: ModelConfig) -> Kind:
+    return "target" if isinstance(config, TargetConfig) else "drafter"
+
+
+def _file_sizes(directory: Path) -> dict[str, int]:
+    files = (p for p in directory.rglob("*") if p.is_file() and p != directory / "config.json")
+    return {str(p.relative_to(directory)): p.stat().st_size for p in files}

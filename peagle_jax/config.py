@@ -1,0 +1,258 @@
+"""Architecture of a target and of a drafter, as frozen dataclasses that go to JSON and back.
+
+A config is checked when it is made, so a model never meets a value it does not know.
+"""
+
+import dataclasses
+import json
+from typing import Any, Literal, Self
+
+RopeKind = Literal["default", "llama3"]
+
+
+class ConfigError(ValueError):
+    """A configuration holds a value that this library does not support."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Config:
+    """JSON both ways; unknown and missing keys are errors that name them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a dictionary of plain JSON values that `from_json` reads back."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Builds the config from what `to_json` returned.
+
+        Raises:
+          ConfigError: a key is unknown or missing, or a value is not supported.
+        """
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - set(fields))
+        _require(not unknown, f"{cls.__name__}: unknown keys {unknown}")
+        missing = sorted(
+            name
+            for name, f in fields.items()
+            if name not in values and f.default is dataclasses.MISSING
+        )
+        _require(not missing, f"{cls.__name__}: missing keys {missing}")
+        read = dict(values)
+        if "rope" in read:
+            read["rope"] = RopeConfig.from_json(read["rope"])
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in read.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig(_Config):
+    """Rotary position embedding, rotate-half layout over the whole head.
+
+    Attributes:
+      theta: base of the geometric series of wavelengths.
+      kind: "default", or "llama3" (long wavelengths divided by `factor`, a ramp between).
+      factor: how much longer the context is than the original one (llama3).
+      low_freq_factor: wavelengths above original / low_freq_factor are divided by `factor`.
+      high_freq_factor: wavelengths below original / high_freq_factor are kept.
+      original_max_position_embeddings: tokens, context of the unscaled model.
+    """
+
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        _require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
+        _require(
+            self.kind in ("default", "llama3"),
+            f"rope kind {self.kind!r} is not supported; supported: default, llama3",
+        )
+        _require(self.factor >= 1, f"rope factor must be at least 1, got {self.factor}")
+        _require(
+            self.kind == "default" or self.high_freq_factor > self.low_freq_factor > 0,
+            "llama3 rope needs 0 < low_freq_factor < high_freq_factor",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig(_Config):
+    """What the decoder blocks of a target and of a drafter have in common.
+
+    Attributes:
+      vocab_size: V, rows of the embedding table.
+      hidden_size: H, width of the residual stream.
+      intermediate_size: I, width of the gated MLP.
+      num_layers: decoder blocks.
+      num_heads: N, query heads.
+      num_kv_heads: N_kv, key/value heads; query head n reads KV head n // (N / N_kv).
+      head_dim: D, independent of H / N.
+      rms_norm_eps: epsilon of every RMSNorm.
+      rope: rotary embedding.
+      max_position_embeddings: tokens, the context that the model was made for.
+      attention_bias: biases on the q, k and v products.
+      attention_output_bias: a bias on the attention's output product.
+      mlp_bias: biases on the three MLP products.
+      qk_norm: RMSNorm over D on queries and keys before RoPE (Qwen3).
+      sliding_windows: per layer, how many latest positions a row sees (itself included), or
+        None for all of them.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    attention_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, field)
+            _require(
+                isinstance(value, int) and value > 0,
+                f"{name}: {field} must be a positive integer, got {value!r}",
+            )
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"{name}: num_heads {self.num_heads} is no multiple of num_kv_heads "
+            f"{self.num_kv_heads}",
+        )
+        _require(self.head_dim % 2 == 0, f"{name}: head_dim {self.head_dim} must be even")
+        _require(self.rms_norm_eps > 0, f"{name}: rms_norm_eps must be positive")
+        _require(
+            len(self.sliding_windows) == self.num_layers,
+            f"{name}: {len(self.sliding_windows)} sliding windows for {self.num_layers} layers",
+        )
+        _require(
+            all(w is None or w > 0 for w in self.sliding_windows),
+            f"{name}: sliding windows must be positive or null, got {self.sliding_windows}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig(DecoderConfig):
+    """A decoder-only target of the Llama and Qwen3 dense families.
+
+    Attributes:
+      family: the Hugging Face `model_type` it was converted from, for display.
+      tie_word_embeddings: logits use the embedding table; there is no lm_head.
+      bos_token_id: id of the token that starts a text, if the model has one.
+      eos_token_ids: every id that ends generation (config.json and generation_config.json).
+    """
+
+    family: str
+    tie_word_embeddings: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(
+            all(0 <= e < self.vocab_size for e in self.eos_token_ids),
+            f"TargetConfig: eos_token_ids {self.eos_token_ids} outside the vocabulary of "
+            f"{self.vocab_size}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig(DecoderConfig):
+    """A P-EAGLE head (or an EAGLE-3 head, which has no mask token) for one target.
+
+    Attributes:
+      target_hidden_size: hidden size of the target whose features it reads.
+      draft_vocab_size: rows of its lm_head; `d2t` maps them to target ids.
+      aux_boundaries: boundaries of the target whose residual streams make the feature, in
+        order. Boundary 0 is the embedding's output, boundary i the stream entering layer i,
+        boundary L the stream after the last layer, before the final norm.
+      aux_source_convention: how the source checkpoint numbered them, for display.
+      mask_token_id: token fed to mask slots; None for an EAGLE-3 head.
+      num_depths: drafts per pass that it was trained for; None where the source does not say.
+      norm_before_residual: the first block's residual starts from the normalised feature.
+      norm_before_fc: one RMSNorm over the whole feature before `fc`.
+      fc_norm: one RMSNorm per boundary's part of the feature before `fc`.
+      norm_output: EAGLE-3.1: the state fed back to autoregressive drafting is normalised.
+      own_embedding: it carries its own embedding table, else it reads the target's.
+      own_lm_head: it carries its own lm_head, else it uses the target's (full vocabulary).
+    """
+
+    target_hidden_size: int
+    draft_vocab_size: int
+    aux_boundaries: tuple[int, ...]
+    aux_source_convention: str
+    mask_token_id: int | None
+    num_depths: int | None
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    own_embedding: bool
+    own_lm_head: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(
+            0 < self.draft_vocab_size <= self.vocab_size,
+            f"DrafterConfig: draft_vocab_size {self.draft_vocab_size} must be in "
+            f"1..vocab_size ({self.vocab_size})",
+        )
+        _require(len(self.aux_boundaries) > 0, "DrafterConfig: aux_boundaries is empty")
+        _require(
+            self.mask_token_id is None or 0 <= self.mask_token_id < self.vocab_size,
+            f"DrafterConfig: mask_token_id {self.mask_token_id} outside the embedding table of "
+            f"{self.vocab_size} rows",
+        )
+        _require(
+            self.num_depths is None or self.num_depths >= 1,
+            f"DrafterConfig: num_depths must be at least 1, got {self.num_depths}",
+        )
+        _require(
+            not (self.norm_before_fc and self.fc_norm),
+            "DrafterConfig: norm_before_fc and fc_norm exclude each other",
+        )
+        _require(
+            self.own_lm_head or self.draft_vocab_size == self.vocab_size,
+            f"DrafterConfig: no lm_head of its own, but a reduced draft vocabulary "
+            f"({self.draft_vocab_size} of {self.vocab_size})",
+        )
+        shares = not (self.own_embedding and self.own_lm_head)
+        _require(
+            not shares or self.hidden_size == self.target_hidden_size,
+            f"DrafterConfig: hidden_size {self.hidden_size} differs from target_hidden_size "
+            f"{self.target_hidden_size}, so it needs an embedding and an lm_head of its own",
+        )
+
+    @property
+    def feature_size(self) -> int:
+        """F, width of the concatenated aux hidden states of one target row."""
+        return len(self.aux_boundaries) * self.target_hidden_size
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """Most drafts one parallel pass may make; None where the checkpoint sets no limit."""
+        return 1 if self.mask_token_id is None else self.num_depths

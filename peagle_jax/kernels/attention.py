@@ -1,0 +1,72 @@
+"""Grouped-query attention of a block of query rows over a KV cache (XLA reference)."""
+
+import jax
+import jax.numpy as jnp
+
+# Query rows per piece of a long prefill: it bounds the scores to [B, N, QUERY_CHUNK, S].
+QUERY_CHUNK = 1024
+
+
+def attention(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    window: int | None = None,
+) -> jax.Array:
+    """Causal attention over a cache whose slot s holds position s of its sequence.
+
+    A row at position p sees the slots s <= p, and with a window only those with s > p - window.
+    What lies in slots that a row does not see has no influence as long as it is finite.
+
+    Args:
+      queries: `[B, T, N, D]`.
+      keys: `[B, N_kv, S, D]`; query head n reads KV head `n // (N / N_kv)`.
+      values: `[B, N_kv, S, D]`.
+      positions: `[B, T]` int32.
+      window: positions that a row sees, itself included; None for all.
+
+    Returns:
+      `[B, T, N, D]` in the dtype of `queries`; scores and softmax are float32, scaled by
+      `D ** -0.5`.
+    """
+    slots = jnp.arange(keys.shape[2])
+
+    def rows(start: int, stop: int) -> jax.Array:
+        at = positions[:, start:stop, None]
+        mask = slots <= at  # [B, T, S]
+        if window is not None:
+            mask &= slots > at - window
+        return masked_attention(queries[:, start:stop], keys, values, mask)
+
+    length = queries.shape[1]
+    pieces = [rows(i, min(i + QUERY_CHUNK, length)) for i in range(0, length, QUERY_CHUNK)]
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+
+
+def masked_attention(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array
+) -> jax.Array:
+    """Attention where each query row names the keys it sees.
+
+    Args:
+      queries: `[B, T, N, D]`.
+      keys: `[B, N_kv, S, D]`.
+      values: `[B, N_kv, S, D]`.
+      mask: `[B, T, S]` bool, True where the row sees the key. Every row must see one.
+
+    Returns:
+      `[B, T, N, D]` in the dtype of `queries`.
+    """
+    batch, length, heads, head_dim = queries.shape
+    kv_heads = keys.shape[1]
+    grouped = queries.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+    grouped = grouped.transpose(0, 2, 3, 1, 4)  # [B, N_kv, G, T, D]
+    # Upcast first: XLA CPU has no bfloat16 x bfloat16 -> float32 product for every contraction.
+    scores = jnp.einsum(
+        "bngtd,bnsd->bngts", grouped.astype(jnp.float32), keys.astype(jnp.float32)
+    )
+    scores = jnp.where(mask[:, None, None], scores * head_dim**-0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1)
+    out = jnp.einsum("bngts,bnsd->btngd", weights, values.astype(jnp.float32))
+    return out.reshape(batch, length, heads, head_dim).astype(queries.dtype)
