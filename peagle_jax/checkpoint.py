@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from peagle_jax.models import Drafter, Target
 FORMAT = "peagle_jax"
 FORMAT_VERSION = 1
 
-Kind = Literal["target", "drafter"]
 ModelConfig = TargetConfig | DrafterConfig
+_KINDS: dict[type, str] = {TargetConfig: "target", DrafterConfig: "drafter"}
 
 
 class CheckpointError(ValueError):
@@ -37,7 +37,8 @@ class CheckpointError(ValueError):
 
 def abstract_parameters(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns name, shape and float32 or int32 dtype of every array of the config's module."""
-    return dict(_named(_abstract_module(config, jnp.dtype("float32"))))
+    module = Target if isinstance(config, TargetConfig) else Drafter
+    return dict(_named(_abstract_module(module, config, jnp.dtype("float32"))))
 
 
 @contextlib.contextmanager
@@ -106,7 +107,8 @@ def save(
     for name, array in arrays.items():
         if array.shape != expected[name].shape:
             raise CheckpointError(f"{name} is {array.shape}, expected {expected[name].shape}")
-    dtypes = sorted({str(a.dtype) for a in arrays.values() if jnp.issubdtype(a.dtype, jnp.floating)})
+    floats = (a.dtype for a in arrays.values() if jnp.issubdtype(a.dtype, jnp.floating))
+    dtypes = sorted({str(dtype) for dtype in floats})
     if len(dtypes) != 1:
         raise CheckpointError(f"floating arrays must have one dtype, got {dtypes}")
     with atomic_directory(directory) as partial:
@@ -117,10 +119,10 @@ def save(
         header = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
-            "kind": _kind(config),
+            "kind": _KINDS[type(config)],
             "dtype": dtypes[0],
             "config": config.to_json(),
-            "files": {name: size for name, size in sorted(_file_sizes(partial).items())},
+            "files": _file_sizes(partial),
         }
         (partial / "config.json").write_text(json.dumps(header, indent=2) + "\n")
 
@@ -134,7 +136,9 @@ def is_native(directory: Path) -> bool:
     return isinstance(header, dict) and header.get("format") == FORMAT
 
 
-def read_config(directory: Path, kind: Kind) -> tuple[ModelConfig, jnp.dtype]:
+def read_config[C: (TargetConfig, DrafterConfig)](
+    directory: Path, config_type: type[C]
+) -> tuple[C, jnp.dtype]:
     """Reads the architecture and the stored dtype, and checks that the files are all there.
 
     Raises:
@@ -147,13 +151,15 @@ def read_config(directory: Path, kind: Kind) -> tuple[ModelConfig, jnp.dtype]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise CheckpointError(f"{directory} is no native checkpoint; convert it with peagle-convert")
+        raise CheckpointError(
+            f"{directory} is no native checkpoint; convert it with peagle-convert"
+        )
     if header["format_version"] != FORMAT_VERSION:
         raise CheckpointError(
             f"{directory} has format version {header['format_version']}, this release reads "
             f"{FORMAT_VERSION}; convert the source checkpoint again"
         )
-    if header["kind"] != kind:
+    if header["kind"] != (kind := _KINDS[config_type]):
         raise CheckpointError(f"{directory} holds a {header['kind']}, not a {kind}")
     sizes = _file_sizes(directory)
     damaged = sorted(name for name, size in header["files"].items() if sizes.get(name) != size)
@@ -161,16 +167,20 @@ def read_config(directory: Path, kind: Kind) -> tuple[ModelConfig, jnp.dtype]:
         raise CheckpointError(
             f"{directory} is damaged: {damaged} missing or of another size; convert it again"
         )
-    config_type = TargetConfig if kind == "target" else DrafterConfig
     return config_type.from_json(header["config"]), jnp.dtype(header["dtype"])
 
 
-def load_module(
-    directory: Path, config: ModelConfig, dtype: jnp.dtype, sharding: jax.sharding.Sharding
-) -> Target | Drafter:
+def load[M: Target | Drafter](
+    module: type[M],
+    directory: Path,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    sharding: jax.sharding.Sharding,
+) -> M:
     """Loads the arrays of a native checkpoint into its module.
 
     Args:
+      module: `Target` or `Drafter`, whichever the config is of.
       directory: the native checkpoint.
       config: what `read_config` returned for it.
       dtype: of weights and activations; stored weights are cast while they are read.
@@ -179,10 +189,10 @@ def load_module(
     Raises:
       CheckpointError: the arrays cannot be read or do not fit the config.
     """
-    module = _abstract_module(config, dtype)
+    abstract = _abstract_module(module, config, dtype)
     wanted = {
         name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-        for name, value in _named(module)
+        for name, value in _named(abstract)
     }
     try:
         arrays = ocp.load(directory / "params", wanted)
@@ -191,14 +201,13 @@ def load_module(
             f"cannot load {directory / 'params'}: {str(error).splitlines()[0]}; "
             "convert the source checkpoint again"
         ) from error
-    graphdef, state = nnx.split(module)
+    graphdef, state = nnx.split(abstract)
     flat = [(path, v.replace(arrays[_name(path)])) for path, v in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def _abstract_module(config: ModelConfig, dtype: jnp.dtype) -> Target | Drafter:
-    module = Target if isinstance(config, TargetConfig) else Drafter
-    return nnx.eval_shape(lambda: module(config, dtype=dtype, rngs=nnx.Rngs(0)))  # type: ignore[arg-type]
+def _abstract_module[M: Target | Drafter](module: type[M], config: Any, dtype: jnp.dtype) -> M:
+    return nnx.eval_shape(lambda: module(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
 def _named(module: nnx.Module) -> Iterator[tuple[str, Any]]:
@@ -210,10 +219,6 @@ def _name(path: tuple[Any, ...]) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _kind(config: ModelConfig) -> Kind:
-    return "target" if isinstance(config, TargetConfig) else "drafter"
-
-
 def _file_sizes(directory: Path) -> dict[str, int]:
     files = (p for p in directory.rglob("*") if p.is_file() and p != directory / "config.json")
-    return {str(p.relative_to(directory)): p.stat().st_size for p in files}
+    return {str(p.relative_to(directory)): p.stat().st_size for p in sorted(files)}

@@ -199,7 +199,9 @@ def _proposer(
             if drafter.config.mask_token_id is not None
             else "it is an EAGLE-3 head, without mask slots for parallel drafts"
         )
-        raise ValueError(f"num_speculative_tokens {drafts} is more than the drafter allows: {reason}")
+        raise ValueError(
+            f"num_speculative_tokens {drafts} is more than the drafter allows: {reason}"
+        )
     return make_proposer(drafter, drafts)
 
 

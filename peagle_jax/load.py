@@ -68,9 +68,8 @@ def load_target(source: str | os.PathLike[str], *, dtype: str | None = None) -> 
       CheckpointError, ConvertError, ConfigError: what is found is damaged or not supported.
     """
     path = _native_path(source, target_layers=None)
-    config, stored = checkpoint.read_config(path, "target")
-    assert isinstance(config, TargetConfig)
-    module = checkpoint.load_module(path, config, _dtype(dtype, stored), _device())
+    config, stored = checkpoint.read_config(path, TargetConfig)
+    module = checkpoint.load(Target, path, config, _dtype(dtype, stored), _device())
     return LoadedTarget(config, Frozen.of(module), _tokenizer(path / "tokenizer"), path)
 
 
@@ -93,9 +92,8 @@ def load_drafter(
       CheckpointError, ConvertError, ConfigError: what is found is damaged or not supported.
     """
     path = _native_path(source, target_layers)
-    config, stored = checkpoint.read_config(path, "drafter")
-    assert isinstance(config, DrafterConfig)
-    module = checkpoint.load_module(path, config, _dtype(dtype, stored), _device())
+    config, stored = checkpoint.read_config(path, DrafterConfig)
+    module = checkpoint.load(Drafter, path, config, _dtype(dtype, stored), _device())
     return LoadedDrafter(config, Frozen.of(module), path)
 
 
@@ -170,6 +168,8 @@ def _device() -> jax.sharding.Sharding:
 def _tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
         return None
+    # Importing transformers warns that there is no torch, which a tokenizer does not need.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)

@@ -170,8 +170,9 @@ class ParallelDraft:
         hidden = drafter.project(seen.features)  # [B, K + 1, H]
         tokens = jnp.take_along_axis(seen.tokens, positions + 1, axis=1)  # [B, 2K]
         if state.mask_row is not None:
+            mask_token = jnp.int32(drafter.config.mask_token_id)
             is_real = offsets <= seen.accepted[:, None]  # [B, 2K]
-            tokens = jnp.where(is_real, tokens, drafter.config.mask_token_id)
+            tokens = jnp.where(is_real, tokens, mask_token)
             # The K - 1 rows appended here are mask slots whatever was accepted.
             hidden = jnp.pad(hidden, ((0, 0), (0, drafts - 1), (0, 0)))
             hidden = jnp.where(is_real[..., None], hidden, state.mask_row)  # [B, 2K, H]

@@ -63,9 +63,7 @@ def masked_attention(
     grouped = queries.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4)  # [B, N_kv, G, T, D]
     # Upcast first: XLA CPU has no bfloat16 x bfloat16 -> float32 product for every contraction.
-    scores = jnp.einsum(
-        "bngtd,bnsd->bngts", grouped.astype(jnp.float32), keys.astype(jnp.float32)
-    )
+    scores = jnp.einsum("bngtd,bnsd->bngts", grouped.astype(jnp.float32), keys.astype(jnp.float32))
     scores = jnp.where(mask[:, None, None], scores * head_dim**-0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1)
     out = jnp.einsum("bngts,bnsd->btngd", weights, values.astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""Products with a weight in the checkpoint's `[out, in]` order, in the form each platform runs best.
+"""Products with a weight in the checkpoint's `[out, in]` order, in each platform's best form.
 
 On CPU the form depends on the (static) number of rows. XLA's product of one row is a single
 threaded matrix-vector product, and that of two or more rows packs the weights before it

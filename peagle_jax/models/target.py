@@ -23,8 +23,7 @@ class Target(nnx.Module):
         table = (config.vocab_size, config.hidden_size)
         self.embedding = parameter(table, dtype, rngs)
         self.layers = nnx.List(
-            Block(config, layer, dtype, rngs)
-            for layer in range(config.num_layers)
+            Block(config, layer, dtype, rngs) for layer in range(config.num_layers)
         )
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if not config.tie_word_embeddings:

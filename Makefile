@@ -1,0 +1,81 @@
+# Everything runs in .venv, which `make install` makes; nothing else has to be prepared.
+SHELL := bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+MODEL := .cache/smollm2-135m-instruct
+TYPES := .cache/types
+
+# Given on the command line: PYTHON picks the interpreter, ARGS goes to pytest or the program run.
+PYTHON ?=
+ARGS ?=
+
+# A virtual environment does not survive a move, so the stamp holds the folder it was made in.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+$(STAMP): moved
+endif
+
+.PHONY: help install model demo test test-all lint types format bench clean moved
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP) ## Make .venv and install the package in it, with the development tools
+
+$(STAMP): pyproject.toml
+	@if [ "$$(cat $@ 2>/dev/null)" != '$(CURDIR)' ] || ! $(BIN)/python -c '' 2>/dev/null; then \
+	  python=$$(PYTHON="$(PYTHON)" sh scripts/find_python.sh) && \
+	  echo "Making $(VENV) with $$python" && "$$python" -m venv --clear $(VENV); \
+	fi
+	@rm -f $@
+	@echo "Installing peagle-jax and what it needs; a minute or two the first time"
+	@set -o pipefail; errors=$(VENV)/pip-errors.txt; \
+	  $(BIN)/python -m pip install --disable-pip-version-check --no-input --retries 2 --progress-bar off \
+	    --editable '.[dev]' 2>$$errors | awk ' \
+	    /(Downloading|Using cached) .*MB\)/ {print $$1, $$2, $$(NF-1), $$NF; fflush()} \
+	    /^Installing collected packages/ {print "Unpacking"; fflush()}' || \
+	  { tail -n 20 $$errors >&2; exit 1; }
+	@printf '%s' '$(CURDIR)' >$@
+	@echo "Installed in $(VENV)"
+
+model: install ## Fetch the demo's target model (93 MB) once
+	@$(BIN)/python examples/fetch_smollm2.py $(MODEL)
+
+demo: model ## Answer a prompt with and without the drafter, and compare
+	@$(BIN)/python examples/demo.py $(ARGS)
+
+test: model ## Run the tests, without the slow ones
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: model ## Run all the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install ## Check style and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+# mypy cannot follow the mapping of convert/ to peagle_jax.convert, so it is shown the installed
+# layout, made of links.
+types: install ## Check the types
+	@rm -rf $(TYPES)/peagle_jax && mkdir -p $(TYPES)/peagle_jax
+	@ln -s '$(CURDIR)'/peagle_jax/* $(TYPES)/peagle_jax/
+	@ln -s '$(CURDIR)/convert' $(TYPES)/peagle_jax/convert
+	@ln -sfn '$(CURDIR)/examples' $(TYPES)/examples
+	@ln -sfn '$(CURDIR)/benchmarks' $(TYPES)/benchmarks
+	@set -o pipefail; cd $(TYPES) && '$(CURDIR)/$(BIN)/mypy' \
+	  --config-file '$(CURDIR)/pyproject.toml' peagle_jax examples benchmarks | \
+	  sed 's,^peagle_jax/convert/,convert/,'
+
+format: install ## Format the code and mend what ruff can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: model ## Measure decoding speed against transformers and the memory bandwidth
+	@$(BIN)/python benchmarks/decode.py $(ARGS)
+
+clean: ## Remove what was built and cached, the environment and the model included
+	rm -rf $(VENV) .cache build dist *.egg-info
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
