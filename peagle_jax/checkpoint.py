@@ -112,7 +112,7 @@ def save(
     if len(dtypes) != 1:
         raise CheckpointError(f"floating arrays must have one dtype, got {dtypes}")
     with atomic_directory(directory) as partial:
-        ocp.save(partial / "params", dict(arrays))
+        _write_arrays(partial / "params", arrays)
         for name, source in (tokenizer_files or {}).items():
             (partial / "tokenizer").mkdir(exist_ok=True)
             shutil.copyfile(source, partial / "tokenizer" / name)
@@ -125,6 +125,18 @@ def save(
             "files": _file_sizes(partial),
         }
         (partial / "config.json").write_text(json.dumps(header, indent=2) + "\n")
+
+
+def _write_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
+    # Compressing keeps all of the compressed model in memory until the end, and saves a fifth
+    # of the space of real weights at best.
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    try:
+        with context:
+            ocp.save(folder, dict(arrays))
+    except ValueError as error:  # TensorStore has no type of its own for a full disk
+        raise OSError(_first_line(error)) from error
 
 
 def is_native(directory: Path) -> bool:
@@ -198,7 +210,7 @@ def load[M: Target | Drafter](
         arrays = ocp.load(directory / "params", wanted)
     except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
         raise CheckpointError(
-            f"cannot load {directory / 'params'}: {str(error).splitlines()[0]}; "
+            f"cannot load {directory / 'params'}: {_first_line(error)}; "
             "convert the source checkpoint again"
         ) from error
     graphdef, state = nnx.split(abstract)
@@ -217,6 +229,10 @@ def _named(module: nnx.Module) -> Iterator[tuple[str, Any]]:
 
 def _name(path: tuple[Any, ...]) -> str:
     return ".".join(str(part) for part in path)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:

@@ -149,7 +149,7 @@ def generate(
     runs = []
     with tqdm(total=len(encoded), unit="prompt", disable=not progress) as bar:
         for batch in batches:
-            runs.append(_run(target, proposer, batch, max_new_tokens))
+            runs.append(run_batch(target, proposer, batch, max_new_tokens))
             bar.update(len(batch))
             bar.set_postfix_str(f"{_metrics(runs, proposer).tokens_per_second:.1f} tok/s")
     completions = [c for run in runs for c in _completions(target, run)]
@@ -211,8 +211,16 @@ def _check_at_least(name: str, value: Any, least: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
-    """One batch's outcome, on the host."""
+class BatchRun:
+    """One run of the program for one batch, with its outcome on the host.
+
+    Attributes:
+      prompts: token ids given.
+      eos_ids: those of the target.
+      generation: the program's output; rows past the prompts only fill the bucket.
+      seconds: running time of the program, prefill included.
+      compile_seconds: time spent compiling it, 0 where it was compiled before.
+    """
 
     prompts: list[list[int]]
     eos_ids: tuple[int, ...]
@@ -227,10 +235,10 @@ class _Run:
             yield self.generation.tokens[row, len(prompt) : stop].tolist()
 
 
-def _run(
+def run_batch(
     target: LoadedTarget, proposer: Proposer, prompts: list[list[int]], max_new_tokens: int
-) -> _Run:
-    """Pads a batch to its bucket and runs the program once."""
+) -> BatchRun:
+    """Pads a batch of checked prompts to its bucket and runs the program once."""
     config = target.config
     rows = _power_of_two(len(prompts))
     length = _power_of_two(max(MIN_PROMPT_BUCKET, *map(len, prompts)))
@@ -257,7 +265,9 @@ def _run(
     generation, *_ = program(target.weights, proposer, request, *caches)
     generation = jax.device_get(generation)
     finished = time.perf_counter()
-    return _Run(prompts, config.eos_token_ids, generation, finished - compiled, compiled - started)
+    return BatchRun(
+        prompts, config.eos_token_ids, generation, finished - compiled, compiled - started
+    )
 
 
 _programs: dict[Hashable, Any] = {}
@@ -272,7 +282,7 @@ def _compiled(target: LoadedTarget, *arguments: Any) -> Any:
     return _programs[key]
 
 
-def _completions(target: LoadedTarget, run: _Run) -> Iterator[Completion]:
+def _completions(target: LoadedTarget, run: BatchRun) -> Iterator[Completion]:
     for prompt, ids in zip(run.prompts, run.new_tokens(), strict=True):
         text = None
         if target.tokenizer is not None:
@@ -280,7 +290,7 @@ def _completions(target: LoadedTarget, run: _Run) -> Iterator[Completion]:
         yield Completion(text, ids, "stop" if ids[-1] in run.eos_ids else "length", prompt)
 
 
-def _metrics(runs: list[_Run], proposer: Proposer) -> Metrics:
+def _metrics(runs: list[BatchRun], proposer: Proposer) -> Metrics:
     generated = sum(len(ids) for run in runs for ids in run.new_tokens())
     rounds = sum(int(run.generation.active_rounds.sum()) for run in runs)
     per_position = np.zeros((proposer.num_drafts,), np.int64)

@@ -1,0 +1,250 @@
+"""Reading a Hugging Face folder: its configs, and its safetensors one tensor at a time.
+
+Files are read with plain reads into buffers that exist already. Mapping them would be as fast,
+but their pages would count as the process's memory beside the buffers they are copied to.
+"""
+
+import dataclasses
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from peagle_jax.convert.errors import ConvertError, listed
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Formats that hold weights too, for the message to somebody who has only those.
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".ckpt")
+_DTYPES: dict[str, np.dtype] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "BOOL": np.dtype(np.bool_),
+}
+FLOATS = ("BF16", "F16", "F32")
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies.
+
+    Attributes:
+      name: as in the file.
+      dtype: safetensors code, such as "BF16".
+      shape: axes.
+      path: its file.
+      offset: bytes from the start of the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Reads the tensor flat and in order, a few megabytes at a time.
+
+        Yields:
+          index of the first element, and elements `[n]` that are valid until the next chunk.
+
+        Raises:
+          ConvertError: the dtype is not supported, or the file cannot be read.
+        """
+        dtype = self._numpy_dtype()
+        step = max(1, _CHUNK_BYTES // dtype.itemsize)
+        buffer = np.empty(min(step, self.size), dtype)
+        for start in range(0, self.size, step):
+            part = buffer[: min(step, self.size - start)]
+            self._read_bytes(part, start)
+            yield start, part
+
+    def read_into(self, out: np.ndarray) -> None:
+        """Reads the tensor, cast to the dtype of `out`, without a second copy of it.
+
+        Args:
+          out: `[size]`, contiguous.
+
+        Raises:
+          ConvertError: as for `chunks`.
+        """
+        if self._numpy_dtype() == out.dtype:
+            self._read_bytes(out, 0)
+            return
+        for start, part in self.chunks():
+            out[start : start + len(part)] = part
+
+    def read(self) -> np.ndarray:
+        """Returns the tensor in its own dtype and shape; for small ones.
+
+        Raises:
+          ConvertError: as for `chunks`.
+        """
+        out = np.empty(self.size, self._numpy_dtype())
+        self._read_bytes(out, 0)
+        return out.reshape(self.shape)
+
+    def _numpy_dtype(self) -> np.dtype:
+        if self.dtype not in _DTYPES:
+            raise ConvertError(f"{self.path}: {self.name} has dtype {self.dtype}, not supported")
+        return _DTYPES[self.dtype]
+
+    def _read_bytes(self, out: np.ndarray, start: int) -> None:
+        """Fills `out` with the file's elements from index `start` on."""
+        left = memoryview(out.view(np.uint8)) if out.size else memoryview(b"")
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(self.offset + start * out.itemsize)
+                while left:
+                    count = file.readinto(left)
+                    if not count:
+                        raise ConvertError(f"{self.path} ends inside {self.name}")
+                    left = left[count:]
+        except OSError as error:
+            raise ConvertError(f"cannot read {self.path}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A Hugging Face folder with its tensors' places, of which nothing is read yet.
+
+    Attributes:
+      folder: where it is.
+      config: config.json.
+      generation_config: generation_config.json, empty where there is none.
+      tensors: by name.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def config_path(self) -> Path:
+        """For messages."""
+        return self.folder / "config.json"
+
+    @property
+    def generation_config_path(self) -> Path:
+        """For messages."""
+        return self.folder / "generation_config.json"
+
+
+def open_source(folder: Path) -> Source:
+    """Reads a folder's configs and the headers of its safetensors files.
+
+    Raises:
+      ConvertError: folder or files are missing, cut off or damaged.
+    """
+    if not folder.is_dir():
+        raise ConvertError(f"{folder}: no such folder")
+    config = _read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    generation_config = _read_json(generation) if generation.exists() else {}
+    return Source(folder, config, generation_config, _find_tensors(folder))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file."""
+    if not path.is_file():
+        raise ConvertError(f"{path.parent} has no {path.name}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConvertError(f"cannot read {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConvertError(f"{path} must hold a JSON object")
+    return values
+
+
+def _find_tensors(folder: Path) -> dict[str, Tensor]:
+    if (folder / SINGLE).exists():
+        return _read_header(folder / SINGLE)
+    if (folder / INDEX).exists():
+        return _read_sharded(folder / INDEX)
+    others = sorted(p.name for p in folder.iterdir() if p.suffix in _OTHER_WEIGHTS)
+    unknown = sorted(p.name for p in folder.glob("*.safetensors"))
+    if others:
+        raise ConvertError(
+            f"{folder} has no {SINGLE}, only {listed(others, 3)}, which this release does not "
+            "read: save the model again as safetensors"
+        )
+    found = f"; {listed(unknown, 3)} is not named as a whole model" if unknown else ""
+    raise ConvertError(f"{folder} has neither {SINGLE} nor {INDEX}{found}")
+
+
+def _read_sharded(index: Path) -> dict[str, Tensor]:
+    """Returns the tensors of all shards; index and shards must name the same ones."""
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConvertError(f"{index} has no weight_map")
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ConvertError(f"{index}: {shard!r} is no file name in the folder")
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    if missing:
+        raise ConvertError(f"{index} names files that are missing: {listed(missing)}")
+    headers = {shard: _read_header(index.parent / shard) for shard in shards}
+    problems = [
+        f"{name} is not in {shard}"
+        for name, shard in sorted(weight_map.items())
+        if name not in headers[shard]
+    ]
+    problems += [
+        f"{name} in {shard} is not in the index"
+        for shard, header in headers.items()
+        for name in header
+        if weight_map.get(name) != shard
+    ]
+    if problems:
+        raise ConvertError(f"{index} does not fit its files: {listed(problems)}")
+    return {name: headers[shard][name] for name, shard in weight_map.items()}
+
+
+def _read_header(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of one file.
+
+    The safetensors library checks the header against the file first: offsets without gaps or
+    overlaps, sizes that fit the shapes, and a file that is neither cut off nor too long.
+
+    Raises:
+      ConvertError: it is no whole safetensors file.
+    """
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConvertError(
+            f"{path} is cut off or damaged ({error}); download or save it again"
+        ) from error
+    header.pop("__metadata__", None)
+    return {
+        name: Tensor(
+            name=name,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            path=path,
+            offset=8 + length + entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+    }

@@ -1,0 +1,157 @@
+"""From tensors on disk to arrays in memory, one tensor at a time.
+
+The output arrays are allocated first; a tensor is read straight into its rows, or where its dtype
+changes, through a buffer of a few megabytes. So no more memory is needed than the output's.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import ml_dtypes
+import numpy as np
+from tqdm import tqdm
+
+from peagle_jax.convert.errors import ConvertError, listed
+from peagle_jax.convert.plan import Plan, Slot
+from peagle_jax.convert.source import FLOATS, Source, Tensor
+
+_ALIGNMENT = 64  # bytes; JAX takes over a NumPy buffer without a copy only if aligned to this
+_CHECK_ELEMENTS = 1 << 20
+# By bytes per element: all bits but the sign, and the bits of infinity (bfloat16, float32).
+_BITS = {
+    2: (np.uint16(0x7FFF), np.uint16(0x7F80)),
+    4: (np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)),
+}
+
+
+def check_tensors(source: Source, plan: Plan) -> None:
+    """Checks that the plan and the source name the same tensors, of fitting shape and dtype.
+
+    Raises:
+      ConvertError: naming every tensor that is missing, unexpected or mis-shaped.
+    """
+    equal = {name: plan.slots[like] for name, like in plan.equal}
+    slots = {**plan.slots, **equal}
+    problems = [f"{name} is missing" for name in sorted(set(slots) - set(source.tensors))]
+    for name, tensor in sorted(source.tensors.items()):
+        if name in slots:
+            problems += _misfit(tensor, slots[name])
+        elif name not in plan.used:
+            problems.append(f"{name} {tensor.shape} is unexpected")
+    if problems:
+        raise ConvertError(f"{source.folder}: tensors do not fit the config: {listed(problems)}")
+
+
+def _misfit(tensor: Tensor, slot: Slot) -> list[str]:
+    if tensor.dtype not in FLOATS:
+        return [f"{tensor.name} is {tensor.dtype}, expected {', '.join(FLOATS)}"]
+    fits = tensor.size == slot.shape[0] if slot.any_shape else tensor.shape == slot.shape
+    return [] if fits else [f"{tensor.name} is {tensor.shape}, expected {slot.shape}"]
+
+
+def stored_dtype(source: Source, plan: Plan, wanted: str) -> np.dtype:
+    """Returns the dtype to store: the one asked for, or the narrowest that keeps every value.
+
+    Args:
+      source: the tensors.
+      plan: which of them are stored.
+      wanted: "bfloat16", "float32", or "keep", which is bfloat16 if every tensor is, else
+        float32 (float16 is no part of bfloat16).
+
+    Raises:
+      ConvertError: `wanted` is none of these.
+    """
+    if wanted not in ("keep", "bfloat16", "float32"):
+        raise ConvertError(f"dtype {wanted!r} is not keep, bfloat16 or float32")
+    if wanted == "keep":
+        every = {source.tensors[name].dtype for name in plan.slots}
+        wanted = "bfloat16" if every == {"BF16"} else "float32"
+    return np.dtype(ml_dtypes.bfloat16 if wanted == "bfloat16" else np.float32)
+
+
+def read_arrays(
+    source: Source, plan: Plan, dtype: np.dtype, progress: bool
+) -> dict[str, jax.Array]:
+    """Reads every tensor into its place.
+
+    Args:
+      source: the tensors, which `check_tensors` found to fit.
+      plan: where they go.
+      dtype: of the arrays.
+      progress: whether to show a bar on standard error, if that is a terminal.
+
+    Returns:
+      the native arrays by name, on the CPU.
+
+    Raises:
+      ConvertError: tensors hold NaN or infinities (or overflow `dtype`), differ where they must
+        be equal, or cannot be read; it names them.
+    """
+    arrays = {name: _empty(shape, dtype) for name, shape in plan.native_shapes().items()}
+    tensors = [source.tensors[name] for name in plan.slots]
+    problems = []
+    with tqdm(
+        total=sum(t.size for t in tensors) * dtype.itemsize,
+        desc=f"Converting {source.folder.name}",
+        unit="B",
+        unit_scale=True,
+        disable=None if progress else True,
+    ) as bar:
+        for tensor in sorted(tensors, key=lambda t: (t.path, t.offset)):
+            rows = _rows(arrays, plan.slots[tensor.name])
+            tensor.read_into(rows)
+            if not _is_finite(rows):
+                problems.append(f"{tensor.name} holds NaN or infinity")
+            bar.update(rows.nbytes)
+    if not problems:
+        problems = [
+            f"{name} differs from {like}, though tie_word_embeddings is true"
+            for name, like in plan.equal
+            if not _same(source.tensors[name], source.tensors[like])
+        ]
+    if problems:
+        raise ConvertError(f"{source.folder}: {listed(problems)}")
+    return _on_cpu({**arrays, **plan.given})
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _rows(arrays: Mapping[str, np.ndarray], slot: Slot) -> np.ndarray:
+    """Returns the elements that a slot names, flat."""
+    return arrays[slot.native][slot.start : slot.start + slot.shape[0]].reshape(-1)
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    """Whether all of `[n]` bfloat16 or float32 are finite, by their bits, which is quickest.
+
+    Without the sign bit, infinity and NaN are the largest bit patterns.
+    """
+    bits = values.view(f"u{values.itemsize}")
+    magnitude, infinity = _BITS[values.itemsize]
+    parts = (bits[i : i + _CHECK_ELEMENTS] for i in range(0, bits.size, _CHECK_ELEMENTS))
+    return all((part & magnitude).max() < infinity for part in parts)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape hold equal values; float32 holds those of all dtypes."""
+    if one.dtype == other.dtype:
+        pairs = zip(one.chunks(), other.chunks(), strict=True)
+        return all(np.array_equal(a, b) for (_, a), (_, b) in pairs)
+    whole = np.empty(one.size, np.float32)
+    one.read_into(whole)
+    parts = ((whole[i : i + len(part)], part) for i, part in other.chunks())
+    return all(np.array_equal(a, part.astype(np.float32)) for a, part in parts)
+
+
+def _on_cpu(arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Returns JAX arrays that share the given buffers, on the CPU whatever else there is.
+
+    Orbax writes JAX arrays as they are, while it copies NumPy arrays first.
+    """
+    cpu = jax.devices("cpu")[0]
+    return {name: jax.device_put(a, cpu, may_alias=True) for name, a in arrays.items()}
