@@ -1,5 +1,7 @@
 """Grouped-query attention of a block of query rows over a KV cache (XLA reference)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -59,12 +61,33 @@ def masked_attention(
       `[B, T, N, D]` in the dtype of `queries`.
     """
     batch, length, heads, head_dim = queries.shape
-    kv_heads = keys.shape[1]
-    grouped = queries.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-    grouped = grouped.transpose(0, 2, 3, 1, 4)  # [B, N_kv, G, T, D]
+    kv_heads, slots = keys.shape[1:3]
+    group = heads // kv_heads
+    # The heads of a group are rows of one product with their KV head: [B N_kv, G T, D].
+    rows = queries.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch * kv_heads, group * length, head_dim)
     # Upcast first: XLA CPU has no bfloat16 x bfloat16 -> float32 product for every contraction.
-    scores = jnp.einsum("bngtd,bnsd->bngts", grouped.astype(jnp.float32), keys.astype(jnp.float32))
-    scores = jnp.where(mask[:, None, None], scores * head_dim**-0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1)
-    out = jnp.einsum("bngts,bnsd->btngd", weights, values.astype(jnp.float32))
+    keys, values, rows = (
+        x.reshape(batch * kv_heads, -1, head_dim).astype(jnp.float32) for x in (keys, values, rows)
+    )
+    scores = _product("nrd,nsd->nrs", rows, keys, length)  # [B N_kv, G T, S]
+    scores = scores.reshape(batch, kv_heads, group, length, slots) * head_dim**-0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -jnp.inf), axis=-1)
+    weights = weights.reshape(batch * kv_heads, -1, slots)
+    out = _product("nrs,nsd->nrd", weights, values, length)
+    out = out.reshape(batch, kv_heads, group, length, head_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, length, heads, head_dim).astype(queries.dtype)
+
+
+def _product(equation: str, left: jax.Array, right: jax.Array, length: int) -> jax.Array:
+    """Returns a batched product of `[n, R, ...]` and `[n, S, D]`."""
+
+    def summed(left: jax.Array, right: jax.Array) -> jax.Array:
+        if equation == "nrd,nsd->nrs":
+            return jnp.sum(left[:, :, None] * right[:, None], axis=-1)
+        return jnp.sum(left[..., None] * right[:, None], axis=2)
+
+    # XLA CPU copies keys and values before it multiplies them; one query row is quicker to sum.
+    product = functools.partial(jnp.einsum, equation)
+    cpu = summed if length == 1 else product
+    return jax.lax.platform_dependent(left, right, cpu=cpu, default=product)

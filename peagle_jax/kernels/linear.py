@@ -1,23 +1,26 @@
 """Products with a weight in the checkpoint's `[out, in]` order, in each platform's best form.
 
-On CPU the form depends on the (static) number of rows. XLA's product of one row is a single
-threaded matrix-vector product, and that of two or more rows packs the weights before it
-multiplies, which costs more than reading them. So one row is multiplied in two halves that run
-on two threads, a few rows are multiplied and summed in one fused loop that reads the weights
-once, and many rows take the packing product. `benchmarks/products.py` measures the forms.
+On CPU the form depends on the (static) number of rows; `benchmarks/products.py` measures them.
+XLA's product of one row is a single-threaded matrix-vector product, so it is made in two halves,
+which run on two threads. Its product of two or more rows packs the weights before it multiplies.
+For a few rows that costs more than multiplying and summing in one fused loop, which reads the
+weights once; so does the product of one row with a large weight, such as the vocabulary's.
 """
 
 import jax
 import jax.numpy as jnp
 
-# Up to this many rows the fused multiply-and-sum beats the packing product on CPU.
+# Up to this many rows the fused loop beats the packing product.
 FUSED_ROWS = 8
-# From this many output features on it also beats the matrix-vector product of one row.
-FUSED_FEATURES = 8192
+# From this many output features on it also beats the matrix-vector product of one row, if the
+# features are cut into blocks that threads share.
+FUSED_FEATURES, FUSED_BLOCKS = 32768, 8
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Returns `x @ weight.T + bias`.
+
+    A row's result does not depend on the other rows or on its place among them.
 
     Args:
       x: `[..., in]`.
@@ -41,9 +44,13 @@ def _cpu_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     count, features = rows.shape[0], weight.shape[0]
     if count > FUSED_ROWS:
         return _product(rows, weight)
-    if count == 1 and features < FUSED_FEATURES and features % 2 == 0:
+    if count > 1:
+        return jnp.sum(weight * rows[:, None], axis=-1)
+    if features >= FUSED_FEATURES and features % FUSED_BLOCKS == 0:
+        blocks = weight.reshape(FUSED_BLOCKS, features // FUSED_BLOCKS, -1)
+        return jnp.sum(blocks * rows, axis=-1).reshape(1, features)
+    if features % 2 == 0:
         halves = weight.reshape(2, features // 2, -1)
         both = jnp.broadcast_to(rows, (2, *rows.shape))
-        out = jax.lax.dot_general(halves, both, (((2,), (2,)), ((0,), (0,))))  # [2, out/2, 1]
-        return out.reshape(1, features)
-    return jnp.sum(weight * rows[:, None, :], axis=-1)
+        return jnp.matvec(halves, both[:, 0]).reshape(1, features)
+    return _product(rows, weight)

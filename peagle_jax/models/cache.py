@@ -57,10 +57,24 @@ def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array
       `[B, N_kv, S, D]`, updated in place where the buffer is donated.
     """
 
-    def write(c: jax.Array, r: jax.Array, s: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(c, r.astype(c.dtype), (0, s, 0))
+    return jax.lax.platform_dependent(
+        cache, rows.astype(cache.dtype), start, cpu=_write_each, default=_write_together
+    )
 
-    return jax.vmap(write)(cache, rows, start)
+
+def _write_together(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    def write(c: jax.Array, r: jax.Array, s: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(c, r, (0, s, 0))
+
+    return jax.vmap(write)(cache, rows, start)  # one scatter
+
+
+def _write_each(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    """XLA CPU turns a scatter into a dozen small loops, which cost more than the copies."""
+    for row in range(cache.shape[0]):
+        at = (row, 0, start[row], 0)
+        cache = jax.lax.dynamic_update_slice(cache, rows[row : row + 1], at)
+    return cache
 
 
 def cached(cache: KVCache, positions: jax.Array, visible: int | None = None) -> Attend:

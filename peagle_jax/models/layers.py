@@ -65,7 +65,9 @@ def rope_rotation(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cos and sin, `[B, T, 1, D / 2]`, of `positions` `[B, T]`; no table to run off."""
     angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
-    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+    rotation = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+    # Else XLA fuses the cosines into every layer and every head, and computes them there again.
+    return jax.lax.optimization_barrier(rotation)
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -8,7 +8,7 @@ import pytest
 from peagle_jax.kernels import linear
 
 
-@pytest.mark.parametrize("features", [7, 32, 8192])
+@pytest.mark.parametrize("features", [7, 32, 32768])
 @pytest.mark.parametrize("rows", [1, 2, 4, 6, 8, 9, 16, 40])
 def test_linear_equals_float64(rows: int, features: int) -> None:
     rng = np.random.default_rng(rows)
@@ -17,10 +17,10 @@ def test_linear_equals_float64(rows: int, features: int) -> None:
     bias = rng.standard_normal((features,), np.float32)
     exact = x.astype(np.float64) @ weight.T.astype(np.float64)
     out = jax.jit(linear)(*map(jnp.asarray, (x, weight)))
-    np.testing.assert_allclose(out, exact, atol=2e-5)
+    np.testing.assert_allclose(out, exact, atol=3e-5)
     out = linear(*map(jnp.asarray, (x[None], weight, bias)))
     assert out.shape == (1, rows, features)
-    np.testing.assert_allclose(out[0], exact + bias, atol=2e-5)
+    np.testing.assert_allclose(out[0], exact + bias, atol=3e-5)
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8, 12])
