@@ -56,7 +56,6 @@ def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array
     Returns:
       `[B, N_kv, S, D]`, updated in place where the buffer is donated.
     """
-
     return jax.lax.platform_dependent(
         cache, rows.astype(cache.dtype), start, cpu=_write_each, default=_write_together
     )
