@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL := .cache/smollm2-135m-instruct
 TYPES := .cache/types
+TORCH := .cache/torch
+TORCH_PYTHON ?= python3.11
 
 # Given on the command line: PYTHON picks the interpreter, ARGS goes to pytest or the program run.
 PYTHON ?=
@@ -72,8 +74,17 @@ format: install ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: model ## Measure decoding speed against transformers and the memory bandwidth
-	@$(BIN)/python benchmarks/decode.py $(ARGS)
+bench: model $(TORCH)/.installed ## Measure decoding speed against transformers and the memory bandwidth
+	@$(BIN)/python benchmarks/decode.py --torch-python $(TORCH)/bin/python $(ARGS)
+
+# What the benchmark compares with: transformers and CPU torch, in a Python of their own.
+$(TORCH)/.installed:
+	@$(TORCH_PYTHON) -m venv --clear $(TORCH) || \
+	  { echo "No $(TORCH_PYTHON); name a Python that torch has a CPU build for: TORCH_PYTHON=..." >&2; exit 1; }
+	@echo "Installing torch and transformers in $(TORCH)"
+	@$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  torch==2.13.0 transformers==5.24.0
+	@touch $@
 
 clean: ## Remove what was built and cached, the environment and the model included
 	rm -rf $(VENV) .cache build dist *.egg-info
