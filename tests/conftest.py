@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -121,9 +120,3 @@ def demo_target() -> LoadedTarget:
     if not DEMO_TARGET.is_dir():
         pytest.skip("the demo's target is not there: make model")
     return peagle_jax.load_target(DEMO_TARGET)
-
-
-@pytest.fixture(autouse=True)
-def _exact_products() -> None:
-    """Keeps float32 products float32 on accelerators too."""
-    jax.config.update("jax_default_matmul_precision", "highest")

@@ -88,6 +88,6 @@ def _product(equation: str, left: jax.Array, right: jax.Array, length: int) -> j
         return jnp.sum(left[..., None] * right[:, None], axis=2)
 
     # XLA CPU copies keys and values before it multiplies them; one query row is quicker to sum.
-    product = functools.partial(jnp.einsum, equation)
+    product = functools.partial(jnp.einsum, equation, precision="highest")
     cpu = summed if length == 1 else product
     return jax.lax.platform_dependent(left, right, cpu=cpu, default=product)

@@ -37,7 +37,8 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
 
 def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())))
+    # "highest" keeps float32 products float32 on GPUs, which else round to TF32.
+    return jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), precision="highest")
 
 
 def _cpu_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
