@@ -9,6 +9,7 @@ and checks that `exact=True` leaves no difference.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 import jax
@@ -45,7 +46,7 @@ def main(
     lines = prompts.read_text().splitlines()[:num_prompts]
     chats = [json.loads(line)["messages"] for line in lines]
 
-    def answer(index: int, **options: object) -> list[int]:
+    def answer(index: int, **options: Any) -> list[int]:
         out = peagle_jax.generate(
             model, [chats[index]], max_new_tokens=max_new_tokens, batch_size=1, **options
         )

@@ -77,7 +77,7 @@ def _is_running(pid: str) -> bool:
         os.kill(int(pid), 0)
     except PermissionError:
         return True
-    except (ProcessLookupError, ValueError):
+    except (ProcessLookupError, OverflowError, ValueError):
         return False
     return True
 
@@ -166,6 +166,9 @@ def read_config[C: (TargetConfig, DrafterConfig)](
         raise CheckpointError(
             f"{directory} is no native checkpoint; convert it with peagle-convert"
         )
+    absent = sorted({"format_version", "kind", "dtype", "config", "files"} - set(header))
+    if absent:
+        raise CheckpointError(f"{path} has no {absent}; convert the source checkpoint again")
     if header["format_version"] != FORMAT_VERSION:
         raise CheckpointError(
             f"{directory} has format version {header['format_version']}, this release reads "
@@ -207,7 +210,7 @@ def load[M: Target | Drafter](
         for name, value in _named(abstract)
     }
     try:
-        arrays = ocp.load(directory / "params", wanted)
+        arrays = ocp.load(directory.absolute() / "params", wanted)
     except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
         raise CheckpointError(
             f"cannot load {directory / 'params'}: {_first_line(error)}; "

@@ -5,6 +5,8 @@ A config is checked when it is made, so a model never meets a value it does not 
 
 import dataclasses
 import json
+import types
+import typing
 from typing import Any, Literal, Self
 
 RopeKind = Literal["default", "llama3"]
@@ -14,6 +16,26 @@ class ConfigError(ValueError):
     """A configuration holds a value that this library does not support."""
 
 
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type that the configs' fields are declared with."""
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return isinstance(value, tuple) and all(_is_a(v, item) for v in value)
+    if isinstance(hint, types.UnionType):
+        return any(_is_a(value, option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def _described(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(typing.get_args(hint))}"
+    return getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
@@ -21,7 +43,16 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Config:
-    """JSON both ways; unknown and missing keys are errors that name them."""
+    """JSON both ways; unknown and missing keys and values of another type are errors."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value, hint = getattr(self, field.name), hints[field.name]
+            _require(
+                _is_a(value, hint),
+                f"{type(self).__name__}: {field.name} must be {_described(hint)}, got {value!r}",
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Returns a dictionary of plain JSON values that `from_json` reads back."""
@@ -44,7 +75,7 @@ class _Config:
         )
         _require(not missing, f"{cls.__name__}: missing keys {missing}")
         read = dict(values)
-        if "rope" in read:
+        if isinstance(read.get("rope"), dict):
             read["rope"] = RopeConfig.from_json(read["rope"])
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in read.items()})
 
@@ -70,15 +101,13 @@ class RopeConfig(_Config):
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
-        _require(
-            self.kind in ("default", "llama3"),
-            f"rope kind {self.kind!r} is not supported; supported: default, llama3",
-        )
         _require(self.factor >= 1, f"rope factor must be at least 1, got {self.factor}")
         _require(
             self.kind == "default" or self.high_freq_factor > self.low_freq_factor > 0,
-            "llama3 rope needs 0 < low_freq_factor < high_freq_factor",
+            f"llama3 rope needs 0 < low_freq_factor ({self.low_freq_factor}) < high_freq_factor "
+            f"({self.high_freq_factor})",
         )
 
 
@@ -122,6 +151,7 @@ class DecoderConfig(_Config):
     sliding_windows: tuple[int | None, ...]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = type(self).__name__
         for field in (
             "vocab_size",
@@ -134,17 +164,16 @@ class DecoderConfig(_Config):
             "max_position_embeddings",
         ):
             value = getattr(self, field)
-            _require(
-                isinstance(value, int) and value > 0,
-                f"{name}: {field} must be a positive integer, got {value!r}",
-            )
+            _require(value > 0, f"{name}: {field} must be a positive integer, got {value!r}")
         _require(
             self.num_heads % self.num_kv_heads == 0,
             f"{name}: num_heads {self.num_heads} is no multiple of num_kv_heads "
             f"{self.num_kv_heads}",
         )
         _require(self.head_dim % 2 == 0, f"{name}: head_dim {self.head_dim} must be even")
-        _require(self.rms_norm_eps > 0, f"{name}: rms_norm_eps must be positive")
+        _require(
+            self.rms_norm_eps > 0, f"{name}: rms_norm_eps must be positive, got {self.rms_norm_eps}"
+        )
         _require(
             len(self.sliding_windows) == self.num_layers,
             f"{name}: {len(self.sliding_windows)} sliding windows for {self.num_layers} layers",

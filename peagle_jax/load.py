@@ -15,7 +15,7 @@ from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.models import Drafter, Frozen, Target
 
 # What a hub repository is downloaded for: weights, configs and tokenizer.
-HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "params/**")
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*merges.txt", "params/**")
 
 
 class LoadError(ValueError):
@@ -111,7 +111,7 @@ def cache_folder() -> Path:
 def _native_path(source: str | os.PathLike[str], target_layers: int | None) -> Path:
     """Returns the native checkpoint of `source`, converting it into the cache if need be."""
     folder = Path(source)
-    if not folder.exists():
+    if not os.path.exists(folder):
         folder = _download(str(source))
     if not folder.is_dir():
         raise LoadError(f"{folder} is a file; name the folder of the checkpoint")
@@ -119,9 +119,13 @@ def _native_path(source: str | os.PathLike[str], target_layers: int | None) -> P
         return folder
     destination = cache_folder() / "models" / f"{folder.name}-{_fingerprint(folder, target_layers)}"
     if not checkpoint.is_native(destination):
-        from peagle_jax.convert import to_native
+        from peagle_jax.convert import ConvertError, to_native
 
-        to_native(folder, destination, target_layers=target_layers)
+        try:
+            to_native(folder, destination, target_layers=target_layers)
+        except ConvertError:
+            if not checkpoint.is_native(destination):  # else another process was faster
+                raise
     return destination
 
 

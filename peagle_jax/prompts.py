@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jinja2
+
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
 Prompts = str | Sequence[Prompt]
@@ -29,7 +31,9 @@ def encode_prompts(prompts: Prompts, tokenizer: Any, vocab_size: int) -> list[li
         prompts = [prompts]
     if not isinstance(prompts, Sequence) or len(prompts) == 0:
         raise PromptError("prompts must be a string or a list with at least one prompt")
-    if isinstance(prompts[0], int | Mapping):
+    if isinstance(prompts[0], Mapping) or (
+        hasattr(prompts[0], "__index__") and getattr(prompts[0], "ndim", 0) == 0
+    ):
         raise PromptError(
             "prompts is a list of prompts: put a single list of token ids or messages into a list"
         )
@@ -46,13 +50,15 @@ def _encode(prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise PromptError("the target has no tokenizer, so it takes token ids only")
-        ids = list(tokenizer(prompt)["input_ids"])
-    elif not isinstance(prompt, Sequence) and not hasattr(prompt, "__array__"):
+        ids = _check_ids(tokenizer(prompt)["input_ids"], vocab_size)
+    elif isinstance(prompt, bytes | bytearray) or not (
+        isinstance(prompt, Sequence) or getattr(prompt, "ndim", 0) == 1
+    ):
         raise PromptError(
             f"{type(prompt).__name__} is no prompt: give a string, a list of messages or token ids"
         )
     elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
-        ids = _encode_chat(prompt, tokenizer)
+        ids = _encode_chat(prompt, tokenizer, vocab_size)
     else:
         ids = _check_ids(prompt, vocab_size)
     if not ids:
@@ -71,12 +77,15 @@ def _check_ids(prompt: Any, vocab_size: int) -> list[int]:
     return ids
 
 
-def _encode_chat(messages: Sequence[Message], tokenizer: Any) -> list[int]:
+def _encode_chat(messages: Sequence[Message], tokenizer: Any, vocab_size: int) -> list[int]:
     if tokenizer is None or not tokenizer.chat_template:
         raise PromptError("the target has no chat template; give a string or token ids")
     turns = [{**m, "content": _text_content(m)} for m in messages if _check_message(m)]
-    encoded = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+    try:
+        encoded = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+    except jinja2.TemplateError as error:
+        raise PromptError(f"the chat template refuses it: {error}") from error
+    return _check_ids(encoded["input_ids"], vocab_size)
 
 
 def _check_message(message: Any) -> bool:
@@ -95,4 +104,6 @@ def _text_content(message: Message) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text":
             raise PromptError(f"it holds content of type {kind!r}; only text is supported")
+        if not isinstance(part.get("text"), str):
+            raise PromptError("a part of type 'text' has no text")
     return "".join(part["text"] for part in parts)

@@ -109,9 +109,16 @@ def _summary(metrics: peagle_jax.Metrics) -> str:
     return f"{text} (and {metrics.compile_seconds:.1f} s to compile)"
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.ClickException(f"cannot read {path}: {error}") from error
+
+
 def _read_prompts(path: Path) -> list[Any]:
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -121,8 +128,9 @@ def _read_prompts(path: Path) -> list[Any]:
         if isinstance(row, str):
             prompts.append(row)
             continue
-        named = [key for key in ("prompt", "messages", "token_ids") if key in row]
-        if not isinstance(row, dict) or len(named) != 1:
+        keys = row if isinstance(row, dict) else ()
+        named = [key for key in ("prompt", "messages", "token_ids") if key in keys]
+        if len(named) != 1:
             raise click.ClickException(
                 f"{path}, line {number}: expected a string, or an object with exactly one of "
                 "prompt, messages, token_ids"

@@ -1,0 +1,336 @@
+"""`peagle-jax generate`: what it prints and where, and one line for every error."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from click.testing import CliRunner, Result
+from conftest import GOLDEN
+from jax.experimental.compilation_cache import compilation_cache
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import peagle_jax
+from peagle_jax.cli import main
+from peagle_jax.convert import to_native
+
+DRAFTER = GOLDEN / "drafters" / "norm_before_fc"
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant"
+WORDS = ["<unk>", "user", "assistant", *(f"w{i}" for i in range(93))]
+COMMAND = Path(sys.executable).parent / "peagle-jax"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A native tiny target with a tokenizer of 96 words and a chat template."""
+    folder = tmp_path_factory.mktemp("models")
+    source = folder / "hf"
+    source.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copyfile(GOLDEN / "targets" / "llama_gqa" / name, source / name)
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(source / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    to_native(source, folder / "target", progress=False)
+    return folder / "target"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache folder of the test's own; JAX's settings are put back."""
+    monkeypatch.setenv("PEAGLE_JAX_CACHE", str(tmp_path / "cache"))
+    options = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in options}
+    yield tmp_path / "cache"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def lines(tmp_path: Path, *rows: Any) -> Path:
+    """Writes rows, JSON or already text, to a prompts file."""
+    path = tmp_path / "prompts.jsonl"
+    text = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+    return path
+
+
+def invoke(*arguments: Any) -> Result:
+    return CliRunner().invoke(main, ["generate", *map(str, arguments)])
+
+
+# What it prints
+
+
+def test_json(target: Path, tmp_path: Path) -> None:
+    """Two prompts of two forms; the same as the Python call."""
+    chat = [{"role": "user", "content": "w1 w2"}]
+    file = lines(tmp_path, {"prompt": "w7 w8 w9"}, "", {"messages": chat})
+    options = ["--target", target, "--drafter", DRAFTER, "--max-new-tokens", 12, "-k", 2, "--json"]
+    result = invoke(*options, "--prompts-file", file)
+    assert (result.exit_code, result.stderr) == (0, "")
+    *answers, last = map(json.loads, result.stdout.splitlines())
+    expected = peagle_jax.generate(
+        str(target),
+        ["w7 w8 w9", chat],
+        drafter=str(DRAFTER),
+        max_new_tokens=12,
+        num_speculative_tokens=2,
+    )
+    assert answers == [
+        {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason}
+        for c in expected
+    ]
+    assert [len(answer["token_ids"]) for answer in answers] == [12, 12]
+    assert answers[0]["text"] == " ".join(WORDS[i] for i in answers[0]["token_ids"])
+    assert list(last) == ["metrics"]
+    metrics = last["metrics"]
+    assert set(metrics) == {
+        *("num_generated_tokens", "num_rounds", "acceptance_length", "acceptance_per_position"),
+        *("seconds", "tokens_per_second", "compile_seconds"),
+    }
+    assert metrics["num_generated_tokens"] == 24
+    assert metrics["num_rounds"] == expected.metrics.num_rounds
+    assert metrics["acceptance_length"] == expected.metrics.acceptance_length
+    assert metrics["acceptance_per_position"] == expected.metrics.acceptance_per_position
+
+    # The rest runs the program that is compiled by now. Without --json, text and a summary:
+    result = invoke(*options[:-1], "--prompts-file", file)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [answer["text"] for answer in answers]
+    summary = result.stderr.splitlines()
+    assert len(summary) == 1 and summary[0].startswith("24 tokens in ")
+    assert f"acceptance length {metrics['acceptance_length']:.2f}" in summary[0]
+
+    # --chat makes messages of text and leaves the rest as it is.
+    file = lines(tmp_path, '"w1 w2"', {"token_ids": [1, 4, 5, 2]})
+    result = invoke(*options, "--prompts-file", file, "--chat")
+    text, ids, _ = map(json.loads, result.stdout.splitlines())
+    assert text == ids == answers[1]  # "user w1 w2 assistant"
+    file = lines(tmp_path, {"prompt": "w1 w2"}, '"w7 w8 w9"')
+    result = invoke(*options, "--prompts-file", file)
+    plain, other, _ = map(json.loads, result.stdout.splitlines())
+    assert other == answers[0] and plain != answers[1]
+
+
+def test_options_reach_the_library(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def generate(target: Any, prompts: Any, **options: Any) -> Any:
+        calls.append({"target": target, "prompts": prompts, **options})
+        raise ValueError("enough")
+
+    monkeypatch.setattr(peagle_jax, "generate", generate)
+    invoke("--target", target, "--prompt", "w1")
+    invoke(
+        *("--target", target, "--drafter", DRAFTER, "--prompt", "w1", "--chat", "--exact"),
+        *("--max-new-tokens", 7, "--num-speculative-tokens", 3, "--batch-size", 2),
+        *("--dtype", "bfloat16"),
+    )
+    plain, full = calls
+    assert plain.pop("target").config == full["target"].config
+    assert plain == {
+        "prompts": ["w1"],
+        "drafter": None,
+        "max_new_tokens": 256,
+        "num_speculative_tokens": None,
+        "exact": False,
+        "batch_size": 8,
+        "progress": False,
+    }
+    for loaded in (full.pop("target"), full.pop("drafter")):
+        dtypes = {str(a.dtype) for a in jax.tree.leaves(loaded.weights)}
+        assert dtypes - {"int32"} == {"bfloat16"}
+    assert full == {
+        "prompts": [[{"role": "user", "content": "w1"}]],
+        "max_new_tokens": 7,
+        "num_speculative_tokens": 3,
+        "exact": True,
+        "batch_size": 2,
+        "progress": False,
+    }
+
+
+def test_help_lists_every_option() -> None:
+    for flag in ("--help", "-h"):
+        result = invoke(flag)
+        assert (result.exit_code, result.stderr) == (0, "")
+        for option in (
+            *("--target", "--drafter", "--prompt", "--prompts-file", "--chat"),
+            *("--max-new-tokens", "--num-speculative-tokens", "--json"),
+        ):
+            assert f" {option} " in result.stdout
+    result = CliRunner().invoke(main, ["--help"])
+    assert result.exit_code == 0 and "generate" in result.stdout
+    assert "0.1.0" in CliRunner().invoke(main, ["--version"]).stdout
+
+
+# The installed command
+
+
+def run(*arguments: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(COMMAND), "generate", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def test_the_installed_command_compiles_once(tmp_path: Path, cache: Path) -> None:
+    """A Hugging Face folder without a tokenizer; the second run finds everything in the cache."""
+    file = lines(tmp_path, {"token_ids": [5, 60, 33]}, {"token_ids": [9]})
+    options = ["--target", GOLDEN / "targets" / "llama_gqa", "--prompts-file", file]
+    options += ["--max-new-tokens", "5", "--json"]
+    first = run(*options, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    *answers, last = map(json.loads, first.stdout.splitlines())
+    assert [set(answer) for answer in answers] == [{"text", "token_ids", "finish_reason"}] * 2
+    assert [(a["text"], len(a["token_ids"]), a["finish_reason"]) for a in answers] == [
+        (None, 5, "length"),
+        (None, 5, "length"),
+    ]
+    assert list(last) == ["metrics"]
+    assert (last["metrics"]["num_generated_tokens"], last["metrics"]["num_rounds"]) == (10, 8)
+
+    made = {p: p.stat().st_mtime_ns for p in cache.rglob("*") if not p.name.endswith("-atime")}
+    programs = [p.name for p in made if p.name.endswith("-cache")]
+    assert sum(name.startswith("jit_generate_tokens-") for name in programs) == 1
+    second = run(*options, cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert list(map(json.loads, second.stdout.splitlines()))[:2] == answers
+    again = {p: p.stat().st_mtime_ns for p in cache.rglob("*") if not p.name.endswith("-atime")}
+    assert again == made
+
+
+def test_the_installed_command_fails_in_one_line(tmp_path: Path) -> None:
+    failed = run("--target", "./nowhere", "--prompt", "Hi", cwd=tmp_path)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr == "Error: ./nowhere: no such folder\n"
+
+
+# Errors
+
+
+def assert_one_error(result: Result, code: int) -> str:
+    """Returns the error's text."""
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert (result.exit_code, result.stdout) == (code, "")
+    found = result.stderr.splitlines()
+    if code == 2:  # click shows how the command is used first
+        assert found[0].startswith("Usage: ") and found[1].startswith("Try ")
+        found = found[3:]
+    assert len(found) == 1 and found[0].startswith("Error: ")
+    return found[0].removeprefix("Error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "x"], "give either --prompt or --prompts-file"),
+        (["--target", "x", "--prompt", "a", "--prompts-file", __file__], "give either --prompt or"),
+        (["--prompt", "a"], "Missing option '--target'"),
+        (["--target", "x", "--prompts-file", "no-file"], "'no-file' does not exist"),
+        (["--target", "x", "--prompts-file", "."], "'.' is a directory"),
+        (["--target", "x", "--prompt", "a", "--max-new-tokens", "few"], "'few' is not a valid int"),
+        (["--target", "x", "--prompt", "a", "--dtype", "float16"], "'float16' is not one of"),
+        (["--target", "x", "--prompt", "a", "--speed", "9"], "No such option"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str) -> None:
+    assert message in assert_one_error(invoke(*arguments), 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{'prompt': 'a'}", "no JSON"),
+        ('{"prompt": "a"', "no JSON"),
+        ("Hello", "no JSON"),
+        ('{"text": "a"}', "exactly one of prompt, messages, token_ids"),
+        ('{"prompt": "a", "token_ids": [1]}', "exactly one of prompt, messages, token_ids"),
+        ("{}", "exactly one of prompt, messages, token_ids"),
+        ("[1, 2]", "exactly one of prompt, messages, token_ids"),
+        ('["prompt"]', "exactly one of prompt, messages, token_ids"),
+    ],
+)
+def test_a_wrong_line_of_the_prompts_file_is_named(line: str, message: str, tmp_path: Path) -> None:
+    file = lines(tmp_path, '"first"', "", line, '"last"')
+    error = assert_one_error(invoke("--target", "x", "--prompts-file", file), 1)
+    assert error.startswith(f"{file}, line 3: ") and message in error
+
+
+@pytest.mark.parametrize("rows", [[], ["", "  ", "\t"]])
+def test_a_file_without_prompts(rows: list[str], tmp_path: Path) -> None:
+    file = lines(tmp_path, *rows)
+    error = assert_one_error(invoke("--target", "x", "--prompts-file", file), 1)
+    assert error == f"{file} holds no prompt"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "prompt 0: it is empty"),
+        (["--prompt", "w1 " * 256], "256 tokens leave no room in the target's context of 256"),
+        (["--max-new-tokens", "-5"], "max_new_tokens must be an integer of at least 1, got -5"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be an integer of at least 1, got 0"),
+        (["--batch-size", "0"], "batch_size must be an integer of at least 1, got 0"),
+        (["-k", "0"], "num_speculative_tokens must be an integer of at least 1, got 0"),
+        (["-k", "6"], "num_speculative_tokens 6 is more than the drafter allows: it was trained"),
+        (["--target", "./no/where"], "./no/where: no such folder"),
+        (["--drafter", "./no/where"], "./no/where: no such folder"),
+        (["--drafter", str(GOLDEN)], "golden has no config.json"),
+        (["--target", str(DRAFTER)], "holds a drafter, not a target"),
+        (["--drafter", str(GOLDEN / "targets" / "llama_gqa")], "holds a target, not a drafter"),
+    ],
+)
+def test_wrong_input(arguments: list[str], message: str, target: Path) -> None:
+    """Later options take the place of the good ones before them."""
+    good = ["--target", target, "--drafter", DRAFTER, "--prompt", "w1"]
+    assert message in assert_one_error(invoke(*good, *arguments), 1)
+
+
+def test_a_wrong_prompt_of_a_file_is_named(target: Path, tmp_path: Path) -> None:
+    file = lines(tmp_path, {"prompt": "w1"}, {"prompt": 5})
+    error = assert_one_error(invoke("--target", target, "--prompts-file", file), 1)
+    assert error.startswith("prompt 1: int is no prompt")
+    file = lines(tmp_path, {"token_ids": [1]}, {"token_ids": [1, 96]})
+    error = assert_one_error(invoke("--target", target, "--prompts-file", file), 1)
+    assert error == "prompt 1: token id 96 is outside the vocabulary of 96"
+
+
+def test_a_drafter_of_another_target(target: Path, tmp_path: Path) -> None:
+    other = tmp_path / "native"
+    to_native(DRAFTER, other, progress=False)
+    header = json.loads((other / "config.json").read_text())
+    header["config"]["aux_boundaries"] = [1, 2, 9]
+    (other / "config.json").write_text(json.dumps(header))
+    arguments = ["--target", target, "--drafter", other, "--prompt", "w1"]
+    error = assert_one_error(invoke(*arguments), 1)
+    assert "boundaries (1, 2, 9)" in error and "do not belong together" in error
+
+
+@pytest.mark.parametrize("line", ["5", "null", "true"])
+def test_a_line_that_is_neither_text_nor_object(line: str, tmp_path: Path) -> None:
+    file = lines(tmp_path, '"first"', line)
+    error = assert_one_error(invoke("--target", "x", "--prompts-file", file), 1)
+    assert error.startswith(f"{file}, line 2: ")
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'"caf\xe9"\n')
+    error = assert_one_error(invoke("--target", "x", "--prompts-file", file), 1)
+    assert str(file) in error
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_other_line_separators_are_text(separator: str, target: Path, tmp_path: Path) -> None:
+    """JSON lines end at a line feed; json.dumps(ensure_ascii=False) leaves these as they are."""
+    file = lines(tmp_path, f'"w1{separator}w2"')
+    arguments = ["--target", target, "--prompts-file", file, "--max-new-tokens", "0"]
+    assert assert_one_error(invoke(*arguments), 1).startswith("max_new_tokens must be")
