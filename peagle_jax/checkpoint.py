@@ -148,6 +148,15 @@ def is_native(directory: Path) -> bool:
     return isinstance(header, dict) and header.get("format") == FORMAT
 
 
+def is_intact(directory: Path) -> bool:
+    """Whether the folder is a native checkpoint of this format with all of its files."""
+    try:
+        _read_header(directory)
+    except CheckpointError:
+        return False
+    return True
+
+
 def read_config[C: (TargetConfig, DrafterConfig)](
     directory: Path, config_type: type[C]
 ) -> tuple[C, jnp.dtype]:
@@ -157,6 +166,14 @@ def read_config[C: (TargetConfig, DrafterConfig)](
       CheckpointError: no native checkpoint of this kind, or a file is missing or cut off.
       ConfigError: the config holds unknown values.
     """
+    header = _read_header(directory)
+    if header["kind"] != (kind := _KINDS[config_type]):
+        raise CheckpointError(f"{directory} holds a {header['kind']}, not a {kind}")
+    return config_type.from_json(header["config"]), jnp.dtype(header["dtype"])
+
+
+def _read_header(directory: Path) -> dict[str, Any]:
+    """Reads config.json, and checks its entries and the files that it lists."""
     path = directory / "config.json"
     try:
         header = json.loads(path.read_text())
@@ -166,23 +183,26 @@ def read_config[C: (TargetConfig, DrafterConfig)](
         raise CheckpointError(
             f"{directory} is no native checkpoint; convert it with peagle-convert"
         )
-    absent = sorted({"format_version", "kind", "dtype", "config", "files"} - set(header))
-    if absent:
-        raise CheckpointError(f"{path} has no {absent}; convert the source checkpoint again")
+    kinds = {"format_version": int, "kind": str, "dtype": str, "config": dict, "files": dict}
+    wrong = sorted(key for key, kind in kinds.items() if not isinstance(header.get(key), kind))
+    if wrong:
+        raise CheckpointError(
+            f"{path} has no {wrong}, or of another type; convert the source checkpoint again"
+        )
     if header["format_version"] != FORMAT_VERSION:
         raise CheckpointError(
             f"{directory} has format version {header['format_version']}, this release reads "
             f"{FORMAT_VERSION}; convert the source checkpoint again"
         )
-    if header["kind"] != (kind := _KINDS[config_type]):
-        raise CheckpointError(f"{directory} holds a {header['kind']}, not a {kind}")
+    if header["dtype"] not in ("bfloat16", "float32"):
+        raise CheckpointError(f"{path}: dtype {header['dtype']!r} is not bfloat16 or float32")
     sizes = _file_sizes(directory)
     damaged = sorted(name for name, size in header["files"].items() if sizes.get(name) != size)
     if damaged:
         raise CheckpointError(
             f"{directory} is damaged: {damaged} missing or of another size; convert it again"
         )
-    return config_type.from_json(header["config"]), jnp.dtype(header["dtype"])
+    return header
 
 
 def load[M: Target | Drafter](

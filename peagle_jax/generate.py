@@ -1,6 +1,7 @@
 """`generate`: text in, text out, and how many passes of the target it took."""
 
 import dataclasses
+import numbers
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from peagle_jax.decoding import (
     capacity_for,
     generate_tokens,
 )
-from peagle_jax.load import LoadedDrafter, LoadedTarget, load_drafter, load_target
+from peagle_jax.load import LoadedDrafter, LoadedTarget, Source, load_drafter, load_target
 from peagle_jax.models import KVCache
 from peagle_jax.prompts import PromptError, Prompts, encode_prompts
 
@@ -89,10 +90,10 @@ class GenerationResult(Sequence[Completion]):
 
 
 def generate(
-    target: str | LoadedTarget,
+    target: Source | LoadedTarget,
     prompts: Prompts,
     *,
-    drafter: str | LoadedDrafter | None = None,
+    drafter: Source | LoadedDrafter | None = None,
     max_new_tokens: int = 256,
     num_speculative_tokens: int | None = None,
     exact: bool = False,
@@ -113,10 +114,11 @@ def generate(
       exact: plain decoding in the K + 1 row program that a drafter's verification runs. In
         exact arithmetic it changes nothing; in floating point, products of different row counts
         round differently, and a near tie of the top two logits may fall either way. With
-        `exact=True` plain and speculative tokens are equal bit for bit whatever the weights.
-        It costs K + 1 rows per token. No effect with a drafter.
+        `exact=True` plain and speculative tokens are equal bit for bit whatever the weights,
+        if both calls name the same `num_speculative_tokens`. It costs K + 1 rows per token. No
+        effect with a drafter.
       batch_size: prompts that run together.
-      progress: show a progress bar on standard error.
+      progress: show a progress bar on standard error, if that is a terminal.
 
     Returns:
       one `Completion` per prompt, and `metrics`.
@@ -131,6 +133,8 @@ def generate(
     _check_at_least("batch_size", batch_size, 1)
     if num_speculative_tokens is not None:
         _check_at_least("num_speculative_tokens", num_speculative_tokens, 1)
+    if isinstance(target, LoadedDrafter) or isinstance(drafter, LoadedTarget):
+        raise ValueError("target and drafter are mixed up: give load_target(...) as target")
     if not isinstance(target, LoadedTarget):
         target = load_target(target)
     if drafter is not None and not isinstance(drafter, LoadedDrafter):
@@ -147,7 +151,7 @@ def generate(
             )
     batches = [encoded[i : i + batch_size] for i in range(0, len(encoded), batch_size)]
     runs = []
-    with tqdm(total=len(encoded), unit="prompt", disable=not progress) as bar:
+    with tqdm(total=len(encoded), unit="prompt", disable=None if progress else True) as bar:
         for batch in batches:
             runs.append(run_batch(target, proposer, batch, max_new_tokens))
             bar.update(len(batch))
@@ -206,7 +210,7 @@ def _proposer(
 
 
 def _check_at_least(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
@@ -251,7 +255,7 @@ def run_batch(
         budgets[row] = min(max_new_tokens, config.max_position_embeddings - len(prompt))
     eos = np.asarray(config.eos_token_ids or (-1,), np.int32)
     request = Request(*map(jnp.asarray, (tokens, lengths, budgets, eos)))
-    most = length + min(max_new_tokens, config.max_position_embeddings)
+    most = max(length, min(length + max_new_tokens, config.max_position_embeddings))
     capacity = capacity_for(most, proposer.num_drafts)
     dtype = target.weights.merge().embedding[...].dtype
     caches = (

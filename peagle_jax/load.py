@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from peagle_jax.models import Drafter, Frozen, Target
 
 # What a hub repository is downloaded for: weights, configs and tokenizer.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*merges.txt", "params/**")
+
+
+Source = str | os.PathLike[str]
 
 
 class LoadError(ValueError):
@@ -54,7 +58,7 @@ class LoadedDrafter:
     path: Path
 
 
-def load_target(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedTarget:
+def load_target(source: Source, *, dtype: str | None = None) -> LoadedTarget:
     """Loads a target.
 
     Args:
@@ -67,14 +71,14 @@ def load_target(source: str | os.PathLike[str], *, dtype: str | None = None) -> 
       LoadError: nothing is found under `source`, or `dtype` is unknown.
       CheckpointError, ConvertError, ConfigError: what is found is damaged or not supported.
     """
-    path = _native_path(source, target_layers=None)
+    path = _native_path(source, "target")
     config, stored = checkpoint.read_config(path, TargetConfig)
     module = checkpoint.load(Target, path, config, _dtype(dtype, stored), _device())
     return LoadedTarget(config, Frozen.of(module), _tokenizer(path / "tokenizer"), path)
 
 
 def load_drafter(
-    source: str | os.PathLike[str],
+    source: Source,
     *,
     dtype: str | None = None,
     target_layers: int | None = None,
@@ -91,7 +95,7 @@ def load_drafter(
       LoadError: nothing is found under `source`, or `dtype` is unknown.
       CheckpointError, ConvertError, ConfigError: what is found is damaged or not supported.
     """
-    path = _native_path(source, target_layers)
+    path = _native_path(source, "drafter", target_layers)
     config, stored = checkpoint.read_config(path, DrafterConfig)
     module = checkpoint.load(Drafter, path, config, _dtype(dtype, stored), _device())
     return LoadedDrafter(config, Frozen.of(module), path)
@@ -103,28 +107,35 @@ def cache_folder() -> Path:
     `$PEAGLE_JAX_CACHE`, else `$XDG_CACHE_HOME/peagle_jax`, else `~/.cache/peagle_jax`.
     """
     if named := os.environ.get("PEAGLE_JAX_CACHE"):
-        return Path(named)
+        return Path(named).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "peagle_jax"
+    return (Path(base) if base else Path.home() / ".cache").absolute() / "peagle_jax"
 
 
-def _native_path(source: str | os.PathLike[str], target_layers: int | None) -> Path:
+def _native_path(source: Source, kind: str, target_layers: int | None = None) -> Path:
     """Returns the native checkpoint of `source`, converting it into the cache if need be."""
-    folder = Path(source)
+    if not os.fspath(source):
+        raise LoadError(f"the name of the {kind} is empty")
+    folder = Path(source).expanduser()
     if not os.path.exists(folder):
         folder = _download(str(source))
     if not folder.is_dir():
         raise LoadError(f"{folder} is a file; name the folder of the checkpoint")
     if checkpoint.is_native(folder):
         return folder
-    destination = cache_folder() / "models" / f"{folder.name}-{_fingerprint(folder, target_layers)}"
-    if not checkpoint.is_native(destination):
-        from peagle_jax.convert import ConvertError, to_native
+    name = f"{folder.resolve().name}-{_fingerprint(folder, target_layers)}"
+    destination = cache_folder() / "models" / name
+    if not checkpoint.is_intact(destination):
+        shutil.rmtree(destination, ignore_errors=True)  # damaged since it was made
+        from peagle_jax.convert import ConvertError, convert_drafter, convert_target
 
         try:
-            to_native(folder, destination, target_layers=target_layers)
+            if kind == "target":
+                convert_target(folder, destination)
+            else:
+                convert_drafter(folder, destination, target_layers=target_layers)
         except ConvertError:
-            if not checkpoint.is_native(destination):  # else another process was faster
+            if not checkpoint.is_intact(destination):  # else another process was faster
                 raise
     return destination
 
@@ -153,7 +164,7 @@ def _fingerprint(folder: Path, target_layers: int | None) -> str:
         for p in sorted(folder.iterdir())
         if p.is_file()
     )
-    described = repr((str(folder.resolve()), target_layers, *facts))
+    described = repr((checkpoint.FORMAT_VERSION, str(folder.resolve()), target_layers, *facts))
     return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
@@ -176,4 +187,11 @@ def _tokenizer(folder: Path) -> Any:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LoadError(
+            f"{folder}: the tokenizer cannot be loaded ({reason}); mend the source's tokenizer "
+            "files and convert it again"
+        ) from error

@@ -50,7 +50,10 @@ def _encode(prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise PromptError("the target has no tokenizer, so it takes token ids only")
-        ids = _check_ids(tokenizer(prompt)["input_ids"], vocab_size)
+        try:
+            ids = _check_ids(tokenizer(prompt, verbose=False)["input_ids"], vocab_size)
+        except TypeError as error:  # a lone surrogate
+            raise PromptError("it is no valid Unicode text") from error
     elif isinstance(prompt, bytes | bytearray) or not (
         isinstance(prompt, Sequence) or getattr(prompt, "ndim", 0) == 1
     ):
@@ -83,7 +86,7 @@ def _encode_chat(messages: Sequence[Message], tokenizer: Any, vocab_size: int) -
     turns = [{**m, "content": _text_content(m)} for m in messages if _check_message(m)]
     try:
         encoded = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError) as error:
         raise PromptError(f"the chat template refuses it: {error}") from error
     return _check_ids(encoded["input_ids"], vocab_size)
 

@@ -178,7 +178,7 @@ def test_no_such_folder(
     """Nothing of this is asked of the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    message = "has no config.json" if name == "" else f"{name}: no such folder"
+    message = "is empty" if name == "" else f"{name}: no such folder"
     for load_it in (peagle_jax.load_target, peagle_jax.load_drafter):
         with pytest.raises(ValueError) as error:
             load_it(name)

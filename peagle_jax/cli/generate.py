@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,10 @@ def generate(
         )
     except ValueError as error:  # every error that the user can mend
         raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        # A normal exit would wait for the program on the device to end.
+        click.echo("Aborted!", err=True)
+        os._exit(130)
     if as_json:
         for completion in result:
             fields = dataclasses.asdict(completion)
@@ -104,14 +109,14 @@ def _summary(metrics: peagle_jax.Metrics) -> str:
         f"{metrics.num_generated_tokens} tokens in {metrics.seconds:.2f} s "
         f"({metrics.tokens_per_second:.1f} tok/s), {metrics.num_rounds} rounds"
     )
-    if metrics.acceptance_length is not None:
+    if metrics.acceptance_length is not None and metrics.acceptance_per_position:
         text += f", acceptance length {metrics.acceptance_length:.2f}"
     return f"{text} (and {metrics.compile_seconds:.1f} s to compile)"
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise click.ClickException(f"cannot read {path}: {error}") from error
 

@@ -152,7 +152,7 @@ class ParallelDraft:
             following,
             drafter.project(features),
             positions,
-            cached(cache, positions, visible=length),
+            cached(cache, positions, prefill=True),
             target,
         )
         mask_row = drafter.project(drafter.mask_hidden[...]) if self.num_drafts > 1 else None

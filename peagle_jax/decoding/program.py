@@ -118,7 +118,7 @@ def _prefill(
     x, features, target_cache = model(
         request.tokens,
         positions,
-        cached(target_cache, positions, visible=length),
+        cached(target_cache, positions, prefill=True),
         proposer.aux_boundaries,
     )
     draft_state = proposer.prefill(model, request.tokens, features, draft_cache)

@@ -15,6 +15,7 @@ def attention(
     values: jax.Array,
     positions: jax.Array,
     window: int | None = None,
+    prefill: bool = False,
 ) -> jax.Array:
     """Causal attention over a cache whose slot s holds position s of its sequence.
 
@@ -27,19 +28,22 @@ def attention(
       values: `[B, N_kv, S, D]`.
       positions: `[B, T]` int32.
       window: positions that a row sees, itself included; None for all.
+      prefill: row t stands at position t in every sequence, so that no slot past it is read.
 
     Returns:
       `[B, T, N, D]` in the dtype of `queries`; scores and softmax are float32, scaled by
       `D ** -0.5`.
     """
-    slots = jnp.arange(keys.shape[2])
 
     def rows(start: int, stop: int) -> jax.Array:
-        at = positions[:, start:stop, None]
+        seen = stop if prefill else keys.shape[2]
+        slots, at = jnp.arange(seen), positions[:, start:stop, None]
         mask = slots <= at  # [B, T, S]
         if window is not None:
             mask &= slots > at - window
-        return masked_attention(queries[:, start:stop], keys, values, mask)
+        return masked_attention(
+            queries[:, start:stop], keys[:, :, :seen], values[:, :, :seen], mask
+        )
 
     length = queries.shape[1]
     pieces = [rows(i, min(i + QUERY_CHUNK, length)) for i in range(0, length, QUERY_CHUNK)]

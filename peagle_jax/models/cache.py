@@ -76,14 +76,13 @@ def _write_each(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Arra
     return cache
 
 
-def cached(cache: KVCache, positions: jax.Array, visible: int | None = None) -> Attend:
+def cached(cache: KVCache, positions: jax.Array, prefill: bool = False) -> Attend:
     """Attention that writes its rows into the cache, then reads the cache.
 
     Args:
       cache: the caches of all layers.
       positions: `[B, T]` int32, consecutive in each sequence; also the slots written.
-      visible: static bound on the slots read, where no row is at or past it (a prefill);
-        None for the whole capacity.
+      prefill: row t stands at position t in every sequence, so that later slots are not read.
     """
 
     def attend(
@@ -91,8 +90,7 @@ def cached(cache: KVCache, positions: jax.Array, visible: int | None = None) -> 
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         kept_keys = write_rows(cache.keys[layer], keys, positions[:, 0])
         kept_values = write_rows(cache.values[layer], values, positions[:, 0])
-        read_keys, read_values = kept_keys[:, :, :visible], kept_values[:, :, :visible]
-        out = attention(queries, read_keys, read_values, positions, window)
+        out = attention(queries, kept_keys, kept_values, positions, window, prefill)
         return out, (kept_keys, kept_values)
 
     return attend

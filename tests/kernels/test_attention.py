@@ -44,8 +44,9 @@ def test_long_prefill_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(s, np.float32) for s in ((1, 30, 4, 8), *[(1, 2, 30, 8)] * 2))
     positions = np.arange(30)[None]
-    out = attention(*map(jnp.asarray, (q, k, v, positions)))
-    np.testing.assert_allclose(out, reference(q, k, v, positions, None), atol=1e-5)
+    for prefill in (False, True):
+        out = attention(*map(jnp.asarray, (q, k, v, positions)), prefill=prefill)
+        np.testing.assert_allclose(out, reference(q, k, v, positions, None), atol=1e-5)
 
 
 def test_bfloat16_keeps_float32_softmax() -> None:
