@@ -43,14 +43,30 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The sources converted so far."""
     sources = []
-    real = convert.to_native
 
-    def count(source: Path, *args: Any, **kwargs: Any) -> Any:
-        sources.append(source)
-        return real(source, *args, **kwargs)
+    def counted(real: Any) -> Any:
+        def count(source: Path, *args: Any, **kwargs: Any) -> Any:
+            sources.append(source)
+            return real(source, *args, **kwargs)
 
-    monkeypatch.setattr(convert, "to_native", count)
+        return count
+
+    for name in ("convert_target", "convert_drafter"):
+        monkeypatch.setattr(convert, name, counted(getattr(convert, name)))
     return sources
+
+
+def test_a_damaged_cached_conversion_is_made_again(source: Path, conversions: list[Path]) -> None:
+    first = peagle_jax.load_target(source)
+    for damage in (
+        lambda: (first.path / "params" / "_CHECKPOINT_METADATA").write_bytes(b""),
+        lambda: (first.path / "config.json").write_text("{"),
+        lambda: (first.path / "config.json").unlink(),
+    ):
+        damage()
+        again = peagle_jax.load_target(source)
+        assert (again.path, again.config) == (first.path, first.config)
+    assert len(conversions) == 4
 
 
 @pytest.fixture

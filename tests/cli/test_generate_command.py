@@ -285,7 +285,10 @@ def test_a_file_without_prompts(rows: list[str], tmp_path: Path) -> None:
         (["--drafter", "./no/where"], "./no/where: no such folder"),
         (["--drafter", str(GOLDEN)], "golden has no config.json"),
         (["--target", str(DRAFTER)], "holds a drafter, not a target"),
-        (["--drafter", str(GOLDEN / "targets" / "llama_gqa")], "holds a target, not a drafter"),
+        (
+            ["--drafter", str(GOLDEN / "targets" / "llama_gqa")],
+            "llama_gqa holds no P-EAGLE or EAGLE-3 head",
+        ),
     ],
 )
 def test_wrong_input(arguments: list[str], message: str, target: Path) -> None:
