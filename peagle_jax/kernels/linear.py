@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 # Up to this many rows the fused loop beats the packing product.
 FUSED_ROWS = 8
+# Shorter rows are the inner loop, longer ones the outer.
+LONG_ROW = 1024
 # From this many output features on it also beats the matrix-vector product of one row, if the
 # features are cut into blocks that threads share.
 FUSED_FEATURES, FUSED_BLOCKS = 32768, 8
@@ -45,6 +47,8 @@ def _cpu_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     count, features = rows.shape[0], weight.shape[0]
     if count > FUSED_ROWS:
         return _product(rows, weight)
+    if count > 1 and rows.shape[1] < LONG_ROW:
+        return jnp.sum(weight[:, None] * rows, axis=-1).T
     if count > 1:
         return jnp.sum(weight * rows[:, None], axis=-1)
     if features >= FUSED_FEATURES and features % FUSED_BLOCKS == 0:
