@@ -29,13 +29,23 @@ def fused(rows: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.sum(weight * rows[:, None], axis=-1)
 
 
+def fused_inner(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.sum(weight[:, None] * rows, axis=-1).T
+
+
 def halves(rows: jax.Array, weight: jax.Array) -> jax.Array:
     cut = weight.reshape(2, weight.shape[0] // 2, -1)
     each = jnp.broadcast_to(rows.T, (2, *rows.T.shape))
     return jnp.matmul(cut, each).reshape(weight.shape[0], -1).T
 
 
-FORMS: dict[str, Form] = {"packed": packed, "fused": fused, "halves": halves, "linear": linear}
+FORMS: dict[str, Form] = {
+    "packed": packed,
+    "fused": fused,
+    "inner": fused_inner,
+    "halves": halves,
+    "linear": linear,
+}
 
 
 @click.command()

@@ -153,9 +153,10 @@ def generate(
     runs = []
     with tqdm(total=len(encoded), unit="prompt", disable=None if progress else True) as bar:
         for batch in batches:
-            runs.append(run_batch(target, proposer, batch, max_new_tokens))
+            run = run_batch(target, proposer, batch, max_new_tokens)
+            runs.append(run)
             bar.update(len(batch))
-            bar.set_postfix_str(f"{_metrics(runs, proposer).tokens_per_second:.1f} tok/s")
+            bar.set_postfix_str(f"{_metrics([run], proposer).tokens_per_second:.1f} tok/s")
     completions = [c for run in runs for c in _completions(target, run)]
     return GenerationResult(completions, _metrics(runs, proposer))
 

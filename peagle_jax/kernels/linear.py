@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 # Up to this many rows the fused loop beats the packing product.
 FUSED_ROWS = 8
-# Shorter rows are the inner loop, longer ones the outer.
+# In the fused loop, rows shorter than this are the inner loop, longer ones the outer.
 LONG_ROW = 1024
 # From this many output features on it also beats the matrix-vector product of one row, if the
 # features are cut into blocks that threads share.
@@ -56,6 +56,6 @@ def _cpu_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
         return jnp.sum(blocks * rows, axis=-1).reshape(1, features)
     if features % 2 == 0:
         halves = weight.reshape(2, features // 2, -1)
-        both = jnp.broadcast_to(rows, (2, *rows.shape))
-        return jnp.matvec(halves, both[:, 0]).reshape(1, features)
+        both = jnp.broadcast_to(rows, (2, rows.shape[1]))  # else XLA makes one product of it
+        return jnp.matvec(halves, both).reshape(1, features)
     return _product(rows, weight)
