@@ -1,9 +1,11 @@
 """Where each tensor of a source goes in the native arrays."""
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+import jax
 import numpy as np
 
 from peagle_jax.checkpoint import abstract_parameters
@@ -12,19 +14,44 @@ from peagle_jax.config import DecoderConfig, DrafterConfig, TargetConfig
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Rows of one native array that one source tensor fills.
+    """The part of one native array that one source tensor fills, and how it lies there.
 
     Attributes:
       native: name of the array.
       shape: of the source tensor.
       start: first row; queries, keys and values lie one after the other in one array.
+      expert: index into the first axis of an array that stacks all experts, where the source
+        has a tensor for each.
+      interleaved: rows of gate and up alternate in the source; here all of gate comes first.
+      input_first: the source holds `[E, in, out]`, the array `[E, out, in]`.
       any_shape: the source may shape its elements otherwise (`mask_hidden`).
     """
 
     native: str
     shape: tuple[int, ...]
     start: int = 0
+    expert: int | None = None
+    interleaved: bool = False
+    input_first: bool = False
     any_shape: bool = False
+
+    def view(self, array: np.ndarray) -> np.ndarray:
+        """Returns the part of the (contiguous) array, seen in the order of the source.
+
+        Its elements in C order are those of the source tensor in C order; its axes may be split.
+        """
+        part = array if self.expert is None else array[self.expert]
+        part = part[self.start : self.start + self.shape[0]]
+        if self.interleaved:  # [E, 2I, ...] -> [E, I, 2, ...]
+            experts, rows, *rest = part.shape
+            part = part.reshape(experts, 2, rows // 2, *rest).swapaxes(1, 2)
+        return np.moveaxis(part, -1, 1) if self.input_first else part
+
+    def extent(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns the first and one past the last element filled in an array of this shape."""
+        axes = shape if self.expert is None else shape[1:]
+        first = self.start * math.prod(axes[1:]) + (self.expert or 0) * math.prod(axes)
+        return first, first + math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,23 +72,22 @@ class Plan:
     equal: tuple[tuple[str, str], ...] = ()
     used: frozenset[str] = frozenset()
 
-    def native_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of every native array that slots fill, and checks that they do.
+    def natives(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of every native array that slots fill, and checks that they do.
 
-        An array is never read uninitialised: slots must cover its rows once, without gaps.
+        An array is never read uninitialised: slots must cover its elements once, without gaps.
         """
-        shapes = {name: value.shape for name, value in abstract_parameters(self.config).items()}
-        rows: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        natives = abstract_parameters(self.config)
+        filled: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for slot in self.slots.values():
-            assert slot.shape[1:] == shapes[slot.native][1:], slot
-            rows[slot.native].append((slot.start, slot.start + slot.shape[0]))
+            filled[slot.native].append(slot.extent(natives[slot.native].shape))
         for name, value in self.given.items():
-            assert value.shape == shapes.pop(name), name
-        assert set(rows) == set(shapes), sorted(set(rows) ^ set(shapes))
-        for name, spans in rows.items():
-            starts, ends = zip(*sorted(spans), strict=True)
-            assert (*starts, shapes[name][0]) == (0, *ends), (name, spans)
-        return shapes
+            assert value.shape == natives.pop(name).shape, name
+        assert set(filled) == set(natives), sorted(set(filled) ^ set(natives))
+        for name, extents in filled.items():
+            starts, ends = zip(*sorted(extents), strict=True)
+            assert (*starts, natives[name].size) == (0, *ends), (name, extents)
+        return natives
 
 
 def block_slots(

@@ -29,6 +29,8 @@ _DTYPES: dict[str, np.dtype] = {
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 FLOATS = ("BF16", "F16", "F32")
 _CHUNK_BYTES = 16 << 20
@@ -78,16 +80,23 @@ class Tensor:
         """Reads the tensor, cast to the dtype of `out`, without a second copy of it.
 
         Args:
-          out: `[size]`, contiguous.
+          out: of `size` elements, which are filled in C order whatever its strides.
 
         Raises:
           ConvertError: as for `chunks`.
         """
+        if not out.flags.c_contiguous:
+            part = np.empty(out.shape[1:], self._numpy_dtype())
+            for index in range(len(out)):
+                self._read_bytes(part.reshape(-1), index * part.size)
+                out[index] = part
+            return
+        flat = out.reshape(-1)
         if self._numpy_dtype() == out.dtype:
-            self._read_bytes(out, 0)
+            self._read_bytes(flat, 0)
             return
         for start, part in self.chunks():
-            out[start : start + len(part)] = part
+            flat[start : start + len(part)] = part
 
     def read(self) -> np.ndarray:
         """Returns the tensor in its own dtype and shape; for small ones.

@@ -17,6 +17,7 @@ from peagle_jax.convert.source import FLOATS, Source, Tensor
 
 _ALIGNMENT = 64  # bytes; JAX takes over a NumPy buffer without a copy only if aligned to this
 _CHECK_ELEMENTS = 1 << 20
+MXFP4_NAN_SCALE = 255
 # By bytes per element: all bits but the sign, and the bits of infinity (bfloat16, float32).
 _BITS = {
     2: (np.uint16(0x7FFF), np.uint16(0x7F80)),
@@ -32,19 +33,21 @@ def check_tensors(source: Source, plan: Plan) -> None:
     """
     equal = {name: plan.slots[like] for name, like in plan.equal}
     slots = {**plan.slots, **equal}
+    natives = plan.natives()
     problems = [f"{name} is missing" for name in sorted(set(slots) - set(source.tensors))]
     for name, tensor in sorted(source.tensors.items()):
         if name in slots:
-            problems += _misfit(tensor, slots[name])
+            problems += _misfit(tensor, slots[name], natives[slots[name].native])
         elif name not in plan.used:
             problems.append(f"{name} {tensor.shape} is unexpected")
     if problems:
         raise ConvertError(f"{source.folder}: tensors do not fit the config: {listed(problems)}")
 
 
-def _misfit(tensor: Tensor, slot: Slot) -> list[str]:
-    if tensor.dtype not in FLOATS:
-        return [f"{tensor.name} is {tensor.dtype}, expected {', '.join(FLOATS)}"]
+def _misfit(tensor: Tensor, slot: Slot, native: jax.ShapeDtypeStruct) -> list[str]:
+    allowed = ("U8",) if native.dtype == np.uint8 else FLOATS
+    if tensor.dtype not in allowed:
+        return [f"{tensor.name} is {tensor.dtype}, expected {', '.join(allowed)}"]
     fits = tensor.size == slot.shape[0] if slot.any_shape else tensor.shape == slot.shape
     return [] if fits else [f"{tensor.name} is {tensor.shape}, expected {slot.shape}"]
 
@@ -64,7 +67,7 @@ def stored_dtype(source: Source, plan: Plan, wanted: str) -> np.dtype:
     if wanted not in ("keep", "bfloat16", "float32"):
         raise ConvertError(f"dtype {wanted!r} is not keep, bfloat16 or float32")
     if wanted == "keep":
-        every = {source.tensors[name].dtype for name in plan.slots}
+        every = {source.tensors[name].dtype for name in plan.slots} - {"U8"}
         wanted = "bfloat16" if every == {"BF16"} else "float32"
     return np.dtype(ml_dtypes.bfloat16 if wanted == "bfloat16" else np.float32)
 
@@ -87,22 +90,26 @@ def read_arrays(
       ConvertError: tensors hold NaN or infinities (or overflow `dtype`), differ where they must
         be equal, or cannot be read; it names them.
     """
-    arrays = {name: _empty(shape, dtype) for name, shape in plan.native_shapes().items()}
+    arrays = {
+        name: _empty(native.shape, np.dtype(np.uint8) if native.dtype == np.uint8 else dtype)
+        for name, native in plan.natives().items()
+    }
     tensors = [source.tensors[name] for name in plan.slots]
     problems = []
     with tqdm(
-        total=sum(t.size for t in tensors) * dtype.itemsize,
+        total=sum(array.nbytes for array in arrays.values()),
         desc=f"Converting {source.folder.name}",
         unit="B",
         unit_scale=True,
         disable=None if progress else True,
     ) as bar:
         for tensor in sorted(tensors, key=lambda t: (t.path, t.offset)):
-            rows = _rows(arrays, plan.slots[tensor.name])
-            tensor.read_into(rows)
-            if not _is_finite(rows):
+            slot = plan.slots[tensor.name]
+            view = slot.view(arrays[slot.native])
+            tensor.read_into(view)
+            if not _is_finite(view, is_scale=slot.native.endswith(".scales")):
                 problems.append(f"{tensor.name} holds NaN or infinity")
-            bar.update(rows.nbytes)
+            bar.update(view.nbytes)
     if not problems:
         problems = [
             f"{name} differs from {like}, though tie_word_embeddings is true"
@@ -121,20 +128,24 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _rows(arrays: Mapping[str, np.ndarray], slot: Slot) -> np.ndarray:
-    """Returns the elements that a slot names, flat."""
-    return arrays[slot.native][slot.start : slot.start + slot.shape[0]].reshape(-1)
+def _is_finite(view: np.ndarray, is_scale: bool) -> bool:
+    """Whether all values are finite, by their bits, which is quickest.
 
-
-def _is_finite(values: np.ndarray) -> bool:
-    """Whether all of `[n]` bfloat16 or float32 are finite, by their bits, which is quickest.
-
-    Without the sign bit, infinity and NaN are the largest bit patterns.
+    Without the sign bit, infinity and NaN are the largest bit patterns of bfloat16 and float32.
+    MXFP4 has neither, but its scales have a NaN.
     """
-    bits = values.view(f"u{values.itemsize}")
-    magnitude, infinity = _BITS[values.itemsize]
-    parts = (bits[i : i + _CHECK_ELEMENTS] for i in range(0, bits.size, _CHECK_ELEMENTS))
-    return all((part & magnitude).max() < infinity for part in parts)
+    parts = [view] if view.flags.c_contiguous else view  # else copied, one expert at a time
+    for values in parts:
+        bits = values.reshape(-1).view(f"u{values.itemsize}")
+        for start in range(0, bits.size, _CHECK_ELEMENTS):
+            part = bits[start : start + _CHECK_ELEMENTS]
+            if values.dtype != np.uint8:
+                magnitude, infinity = _BITS[values.itemsize]
+                if (part & magnitude).max() >= infinity:
+                    return False
+            elif is_scale and part.max() == MXFP4_NAN_SCALE:
+                return False
+    return True
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -25,7 +25,7 @@ from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.models import Drafter, Target
 
 FORMAT = "peagle_jax"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 ModelConfig = TargetConfig | DrafterConfig
 _KINDS: dict[type, str] = {TargetConfig: "target", DrafterConfig: "drafter"}
@@ -36,7 +36,7 @@ class CheckpointError(ValueError):
 
 
 def abstract_parameters(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns name, shape and float32 or int32 dtype of every array of the config's module."""
+    """Returns name, shape, and dtype float32, int32 or uint8 of every array of the module."""
     module = Target if isinstance(config, TargetConfig) else Drafter
     return dict(_named(_abstract_module(module, config, jnp.dtype("float32"))))
 

@@ -9,7 +9,9 @@ import types
 import typing
 from typing import Any, Literal, Self
 
-RopeKind = Literal["default", "llama3"]
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+Router = Literal["softmax_top_k", "top_k_softmax"]
+ExpertWeights = Literal["plain", "mxfp4"]
 
 
 class ConfigError(ValueError):
@@ -65,19 +67,22 @@ class _Config:
         Raises:
           ConfigError: a key is unknown or missing, or a value is not supported.
         """
-        fields = {f.name: f for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - set(fields))
+        fields = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - fields)
         _require(not unknown, f"{cls.__name__}: unknown keys {unknown}")
-        missing = sorted(
-            name
-            for name, f in fields.items()
-            if name not in values and f.default is dataclasses.MISSING
-        )
+        missing = sorted(fields - set(values))
         _require(not missing, f"{cls.__name__}: missing keys {missing}")
-        read = dict(values)
-        if isinstance(read.get("rope"), dict):
-            read["rope"] = RopeConfig.from_json(read["rope"])
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in read.items()})
+        hints = typing.get_type_hints(cls)
+        return cls(**{key: _read(value, hints[key]) for key, value in values.items()})
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """Turns a JSON value into what a field of this type holds."""
+    if isinstance(value, list):
+        return tuple(value)
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    nested = [o for o in options if isinstance(o, type) and issubclass(o, _Config)]
+    return nested[0].from_json(value) if nested and isinstance(value, dict) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +91,17 @@ class RopeConfig(_Config):
 
     Attributes:
       theta: base of the geometric series of wavelengths.
-      kind: "default", or "llama3" (long wavelengths divided by `factor`, a ramp between).
-      factor: how much longer the context is than the original one (llama3).
-      low_freq_factor: wavelengths above original / low_freq_factor are divided by `factor`.
-      high_freq_factor: wavelengths below original / high_freq_factor are kept.
-      original_max_position_embeddings: tokens, context of the unscaled model.
+      kind: "default"; "linear" (every wavelength times `factor`); "llama3" (long wavelengths
+        times `factor`, a ramp over the wavelengths between); "yarn" (the same with a ramp over
+        the pairs' indices, arXiv 2309.00071).
+      factor: how much longer the context is than the original one (all but default).
+      low_freq_factor: wavelengths above original / low_freq_factor are stretched (llama3).
+      high_freq_factor: wavelengths below original / high_freq_factor are kept (llama3).
+      original_max_position_embeddings: tokens, context of the unscaled model (llama3, yarn).
+      beta_fast: pairs that turn more often in the original context are kept (yarn).
+      beta_slow: pairs that turn less often are stretched (yarn).
+      truncate: the ramp begins and ends at whole indices (yarn).
+      attention_factor: what cosines and sines are multiplied by (yarn).
     """
 
     theta: float
@@ -99,26 +110,96 @@ class RopeConfig(_Config):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
         _require(self.factor >= 1, f"rope factor must be at least 1, got {self.factor}")
         _require(
-            self.kind == "default" or self.high_freq_factor > self.low_freq_factor > 0,
+            self.kind != "llama3" or self.high_freq_factor > self.low_freq_factor > 0,
             f"llama3 rope needs 0 < low_freq_factor ({self.low_freq_factor}) < high_freq_factor "
             f"({self.high_freq_factor})",
+        )
+        _require(
+            self.kind != "yarn" or self.theta > 1,
+            f"yarn rope needs a theta above 1, got {self.theta}",
+        )
+        _require(
+            self.kind != "yarn" or self.beta_fast > self.beta_slow > 0,
+            f"yarn rope needs 0 < beta_slow ({self.beta_slow}) < beta_fast ({self.beta_fast})",
+        )
+        _require(
+            self.original_max_position_embeddings > 0 and self.attention_factor > 0,
+            f"rope original_max_position_embeddings ({self.original_max_position_embeddings}) and "
+            f"attention_factor ({self.attention_factor}) must be positive",
         )
 
 
 @dataclasses.dataclass(frozen=True)
+class MoEConfig(_Config):
+    """Layers whose MLP is a mixture of experts.
+
+    Attributes:
+      num_experts: E.
+      num_experts_per_token: k, experts that a row is routed to.
+      intermediate_size: width of one expert's gated MLP.
+      layers: per decoder layer, whether its MLP is a mixture; the others have a dense one.
+      router: "softmax_top_k" takes the top k of the softmax over all experts (Qwen3),
+        "top_k_softmax" the softmax over the top k logits (GPT-OSS).
+      norm_topk_prob: the k weights are divided by their sum (softmax_top_k).
+      router_bias: a bias on the router's logits.
+      expert_bias: biases on the experts' products.
+      swiglu_limit: bound of gate and up values in the clamped SwiGLU of GPT-OSS,
+        `gate * sigmoid(alpha * gate) * (up + 1)`; None for `silu(gate) * up`.
+      swiglu_alpha: alpha of the clamped SwiGLU.
+      weights: "plain", or "mxfp4": experts stay packed, 4 bits a weight and one scale for 32.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    layers: tuple[bool, ...]
+    router: Router
+    norm_topk_prob: bool
+    router_bias: bool
+    expert_bias: bool
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+    weights: ExpertWeights = "plain"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("num_experts", "num_experts_per_token", "intermediate_size"):
+            value = getattr(self, field)
+            _require(value > 0, f"MoEConfig: {field} must be a positive integer, got {value!r}")
+        _require(
+            self.num_experts_per_token <= self.num_experts,
+            f"MoEConfig: num_experts_per_token {self.num_experts_per_token} is more than "
+            f"num_experts {self.num_experts}",
+        )
+        _require(any(self.layers), "MoEConfig: no layer is a mixture of experts")
+        _require(
+            self.router == "softmax_top_k" or not self.norm_topk_prob,
+            "MoEConfig: norm_topk_prob goes with the router softmax_top_k",
+        )
+        _require(
+            self.swiglu_limit is None or self.swiglu_limit > 0,
+            f"MoEConfig: swiglu_limit must be positive, got {self.swiglu_limit}",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(_Config):
     """What the decoder blocks of a target and of a drafter have in common.
 
     Attributes:
       vocab_size: V, rows of the embedding table.
       hidden_size: H, width of the residual stream.
-      intermediate_size: I, width of the gated MLP.
+      intermediate_size: I, width of a dense layer's gated MLP.
       num_layers: decoder blocks.
       num_heads: N, query heads.
       num_kv_heads: N_kv, key/value heads; query head n reads KV head n // (N / N_kv).
@@ -132,6 +213,10 @@ class DecoderConfig(_Config):
       qk_norm: RMSNorm over D on queries and keys before RoPE (Qwen3).
       sliding_windows: per layer, how many latest positions a row sees (itself included), or
         None for all of them.
+      attention_sinks: one learned logit per query head in every softmax's denominator (GPT-OSS).
+      norm_weight_in_float32: RMSNorm multiplies by its weight in float32 (GPT-OSS), not after
+        the cast back (Llama, Qwen3).
+      moe: the mixture of experts; None where every layer has a dense MLP.
     """
 
     vocab_size: int
@@ -149,6 +234,9 @@ class DecoderConfig(_Config):
     mlp_bias: bool
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]
+    attention_sinks: bool = False
+    norm_weight_in_float32: bool = False
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,11 +270,22 @@ class DecoderConfig(_Config):
             all(w is None or w > 0 for w in self.sliding_windows),
             f"{name}: sliding windows must be positive or null, got {self.sliding_windows}",
         )
+        if self.moe is not None:
+            _require(
+                len(self.moe.layers) == self.num_layers,
+                f"{name}: moe names {len(self.moe.layers)} of {self.num_layers} layers",
+            )
+            _require(
+                self.moe.weights == "plain"
+                or self.hidden_size % 32 == self.moe.intermediate_size % 32 == 0,
+                f"{name}: mxfp4 experts need hidden_size ({self.hidden_size}) and "
+                f"intermediate_size ({self.moe.intermediate_size}) in multiples of 32",
+            )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetConfig(DecoderConfig):
-    """A decoder-only target of the Llama and Qwen3 dense families.
+    """A decoder-only target of the Llama, Qwen3, Qwen3-MoE and GPT-OSS families.
 
     Attributes:
       family: the Hugging Face `model_type` it was converted from, for display.
@@ -209,7 +308,7 @@ class TargetConfig(DecoderConfig):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterConfig(DecoderConfig):
     """A P-EAGLE head (or an EAGLE-3 head, which has no mask token) for one target.
 

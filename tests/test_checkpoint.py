@@ -108,7 +108,7 @@ def test_every_bit_comes_back(model: str, dtype: str, tmp_path: Path) -> None:
     other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
     assert_identical(load(tmp_path / "new" / "out", type(config), other), cast(stored, other))
     header = json.loads((tmp_path / "new" / "out" / "config.json").read_text())
-    assert (header["format"], header["format_version"]) == ("peagle_jax", 1)
+    assert (header["format"], header["format_version"]) == ("peagle_jax", checkpoint.FORMAT_VERSION)
     kind = "target" if config is TARGET else "drafter"
     assert (header["kind"], header["dtype"]) == (kind, dtype)
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["out"]
@@ -180,11 +180,11 @@ def test_the_other_kind_is_refused(saved: Path) -> None:
     assert refusal(saved, DrafterConfig) == f"{saved} holds a target, not a drafter"
 
 
-@pytest.mark.parametrize("version", [0, 2])
+@pytest.mark.parametrize("version", [0, 1, 3])
 def test_another_version_is_refused(copied: Path, version: Any) -> None:
     edit(copied, format_version=version)
     message = refusal(copied)
-    assert f"format version {version}, this release reads 1" in message
+    assert f"format version {version}, this release reads 2" in message
     assert "convert the source checkpoint again" in message
 
 

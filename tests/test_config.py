@@ -10,7 +10,7 @@ from conftest import DRAFTER, TARGET
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle_jax.config import ConfigError, DrafterConfig, RopeConfig, TargetConfig
+from peagle_jax.config import ConfigError, DrafterConfig, MoEConfig, RopeConfig, TargetConfig
 
 SCALED = RopeConfig(
     theta=500000.0,
@@ -19,6 +19,18 @@ SCALED = RopeConfig(
     low_freq_factor=1.5,
     high_freq_factor=3.0,
     original_max_position_embeddings=64,
+)
+MIXTURE = MoEConfig(
+    num_experts=4,
+    num_experts_per_token=2,
+    intermediate_size=64,
+    layers=(False, True, True),
+    router="top_k_softmax",
+    norm_topk_prob=False,
+    router_bias=True,
+    expert_bias=True,
+    swiglu_limit=7.0,
+    weights="mxfp4",
 )
 SIZES = st.integers(1, 2**40)
 POSITIVE = st.floats(1e-12, 1e12)
@@ -29,12 +41,33 @@ FLAGS = st.booleans()
 def ropes(draw: st.DrawFn) -> RopeConfig:
     low = draw(st.floats(0.1, 10.0))
     return RopeConfig(
-        theta=draw(POSITIVE),
-        kind=draw(st.sampled_from(["default", "llama3"])),
+        theta=draw(st.floats(1.5, 1e12)),
+        kind=draw(st.sampled_from(["default", "linear", "llama3", "yarn"])),
         factor=draw(st.floats(1.0, 1e6)),
         low_freq_factor=low,
         high_freq_factor=low + draw(st.floats(0.5, 10.0)),
         original_max_position_embeddings=draw(SIZES),
+        beta_fast=low + draw(st.floats(0.5, 10.0)),
+        beta_slow=low,
+        truncate=draw(FLAGS),
+        attention_factor=draw(POSITIVE),
+    )
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, layers: int) -> MoEConfig:
+    experts, router = draw(SIZES), draw(st.sampled_from(["softmax_top_k", "top_k_softmax"]))
+    return MoEConfig(
+        num_experts=experts,
+        num_experts_per_token=draw(st.integers(1, experts)),
+        intermediate_size=draw(SIZES),
+        layers=(*draw(st.lists(FLAGS, min_size=layers - 1, max_size=layers - 1)), True),
+        router=router,
+        norm_topk_prob=router == "softmax_top_k" and draw(FLAGS),
+        router_bias=draw(FLAGS),
+        expert_bias=draw(FLAGS),
+        swiglu_limit=draw(st.none() | POSITIVE),
+        swiglu_alpha=draw(POSITIVE),
     )
 
 
@@ -57,6 +90,9 @@ def decoder_fields(draw: st.DrawFn) -> dict[str, Any]:
         "mlp_bias": draw(FLAGS),
         "qk_norm": draw(FLAGS),
         "sliding_windows": tuple(draw(windows)),
+        "attention_sinks": draw(FLAGS),
+        "norm_weight_in_float32": draw(FLAGS),
+        "moe": draw(st.none() | mixtures(layers)),
     }
 
 
@@ -116,8 +152,10 @@ def test_json_is_plain() -> None:
     assert set(values) == {f.name for f in dataclasses.fields(TargetConfig)}
 
 
-def test_fields_with_defaults_may_be_missing() -> None:
-    assert RopeConfig.from_json({"theta": 500.0}) == RopeConfig(theta=500.0)
+def test_defaults_are_for_python_alone() -> None:
+    """What is written lists every field; one that is missing would be filled in silently."""
+    with pytest.raises(ConfigError, match=r"RopeConfig: missing keys \['attention_factor', "):
+        RopeConfig.from_json({"theta": 500.0})
 
 
 @pytest.mark.parametrize("config", [TARGET, DRAFTER])
@@ -138,8 +176,9 @@ def test_unknown_keys_are_named(config: TargetConfig | DrafterConfig) -> None:
     rope = {**config.to_json()["rope"], "beta": 32}
     with pytest.raises(ConfigError, match=r"RopeConfig: unknown keys \['beta'\]"):
         type(config).from_json({**config.to_json(), "rope": rope})
+    del rope["beta"], rope["theta"]
     with pytest.raises(ConfigError, match=r"RopeConfig: missing keys \['theta'\]"):
-        type(config).from_json({**config.to_json(), "rope": {}})
+        type(config).from_json({**config.to_json(), "rope": rope})
 
 
 def test_a_target_is_no_drafter() -> None:
@@ -177,12 +216,20 @@ def test_counts_are_positive_integers(
 SHARING = {"own_embedding": False, "draft_vocab_size": 96}
 
 
+def _plain(changes: dict[str, Any]) -> dict[str, Any]:
+    nested = {k: v.to_json() if isinstance(v, MoEConfig) else v for k, v in changes.items()}
+    return json.loads(json.dumps(nested))
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "named"),
     [
         (SCALED, {"theta": 0.0}, ("theta", "0.0")),
         (SCALED, {"theta": math.nan}, ("theta", "nan")),
-        (SCALED, {"kind": "yarn"}, ("kind", "'yarn'", "default, llama3")),
+        (SCALED, {"kind": "dynamic"}, ("kind", "'dynamic'", "default, linear, llama3, yarn")),
+        (SCALED, {"kind": "yarn", "beta_slow": 32.0}, ("beta_slow (32.0)", "beta_fast (32.0)")),
+        (SCALED, {"kind": "yarn", "theta": 1.0}, ("theta", "1.0")),
+        (SCALED, {"attention_factor": 0.0}, ("attention_factor (0.0)",)),
         (SCALED, {"factor": 0.5}, ("factor", "0.5")),
         (SCALED, {"low_freq_factor": 3.0}, ("low_freq_factor", "high_freq_factor")),
         (SCALED, {"low_freq_factor": 0.0}, ("low_freq_factor", "high_freq_factor")),
@@ -192,6 +239,15 @@ SHARING = {"own_embedding": False, "draft_vocab_size": 96}
         (TARGET, {"rms_norm_eps": math.nan}, ("rms_norm_eps",)),
         (TARGET, {"sliding_windows": (5,)}, ("1 sliding windows", "3 layers")),
         (TARGET, {"sliding_windows": (None, 0, 5)}, ("sliding windows", "(None, 0, 5)")),
+        (TARGET, {"moe": dataclasses.replace(MIXTURE, layers=(True,))}, ("1 of 3 layers",)),
+        (TARGET, {"moe": MIXTURE, "hidden_size": 48}, ("mxfp4", "hidden_size (48)")),
+        (MIXTURE, {"num_experts": 0}, ("num_experts", "0")),
+        (MIXTURE, {"num_experts_per_token": 5}, ("num_experts_per_token 5", "num_experts 4")),
+        (MIXTURE, {"layers": (False, False)}, ("no layer",)),
+        (MIXTURE, {"router": "sigmoid"}, ("router", "'sigmoid'", "softmax_top_k, top_k_softmax")),
+        (MIXTURE, {"norm_topk_prob": True}, ("norm_topk_prob", "softmax_top_k")),
+        (MIXTURE, {"swiglu_limit": 0.0}, ("swiglu_limit", "0.0")),
+        (MIXTURE, {"weights": "int4"}, ("weights", "'int4'", "plain, mxfp4")),
         (TARGET, {"eos_token_ids": (2, 96)}, ("eos_token_ids (2, 96)", "96")),
         (TARGET, {"eos_token_ids": (-1,)}, ("eos_token_ids (-1,)",)),
         (DRAFTER, {"draft_vocab_size": 0}, ("draft_vocab_size 0", "1..vocab_size (96)")),
@@ -213,7 +269,7 @@ def test_a_refused_value_is_named(config: Any, changes: dict[str, Any], named: l
     with pytest.raises(ConfigError) as error:
         dataclasses.replace(config, **changes)
     assert all(part in str(error.value) for part in named), str(error.value)
-    values = {**config.to_json(), **json.loads(json.dumps(changes))}
+    values = {**config.to_json(), **_plain(changes)}
     with pytest.raises(ConfigError):
         type(config).from_json(values)
 

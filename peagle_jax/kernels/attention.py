@@ -15,6 +15,7 @@ def attention(
     values: jax.Array,
     positions: jax.Array,
     window: int | None = None,
+    sinks: jax.Array | None = None,
     prefill: bool = False,
 ) -> jax.Array:
     """Causal attention over a cache whose slot s holds position s of its sequence.
@@ -28,6 +29,7 @@ def attention(
       values: `[B, N_kv, S, D]`.
       positions: `[B, T]` int32.
       window: positions that a row sees, itself included; None for all.
+      sinks: `[N]`, one logit per query head that takes part in the softmax and has no value.
       prefill: row t stands at position t in every sequence, so that no slot past it is read.
 
     Returns:
@@ -42,7 +44,7 @@ def attention(
         if window is not None:
             mask &= slots > at - window
         return masked_attention(
-            queries[:, start:stop], keys[:, :, :seen], values[:, :, :seen], mask
+            queries[:, start:stop], keys[:, :, :seen], values[:, :, :seen], mask, sinks
         )
 
     length = queries.shape[1]
@@ -51,7 +53,11 @@ def attention(
 
 
 def masked_attention(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention where each query row names the keys it sees.
 
@@ -60,6 +66,7 @@ def masked_attention(
       keys: `[B, N_kv, S, D]`.
       values: `[B, N_kv, S, D]`.
       mask: `[B, T, S]` bool, True where the row sees the key. Every row must see one.
+      sinks: `[N]` or None, as for `attention`.
 
     Returns:
       `[B, T, N, D]` in the dtype of `queries`.
@@ -76,7 +83,16 @@ def masked_attention(
     )
     scores = _product("nrd,nsd->nrs", rows, keys, length)  # [B N_kv, G T, S]
     scores = scores.reshape(batch, kv_heads, group, length, slots) * head_dim**-0.5
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    highest = jnp.max(scores, axis=-1, keepdims=True)  # [B, N_kv, G, T, 1]
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(kv_heads, group, 1, 1)
+        highest = jnp.maximum(highest, sink)
+    weights = jnp.exp(scores - highest)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - highest)
+    weights = weights / total
     weights = weights.reshape(batch * kv_heads, -1, slots)
     out = _product("nrs,nsd->nrd", weights, values, length)
     out = out.reshape(batch, kv_heads, group, length, head_dim).transpose(0, 3, 1, 2, 4)

@@ -86,11 +86,16 @@ def cached(cache: KVCache, positions: jax.Array, prefill: bool = False) -> Atten
     """
 
     def attend(
-        layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array, window: int | None
+        layer: int,
+        queries: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        window: int | None,
+        sinks: jax.Array | None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         kept_keys = write_rows(cache.keys[layer], keys, positions[:, 0])
         kept_values = write_rows(cache.values[layer], values, positions[:, 0])
-        out = attention(queries, kept_keys, kept_values, positions, window, prefill)
+        out = attention(queries, kept_keys, kept_values, positions, window, sinks, prefill)
         return out, (kept_keys, kept_values)
 
     return attend
@@ -105,9 +110,14 @@ def masked(masks: Sequence[jax.Array]) -> Attend:
     """
 
     def attend(
-        layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array, window: int | None
+        layer: int,
+        queries: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        window: int | None,
+        sinks: jax.Array | None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         del window
-        return masked_attention(queries, keys, values, masks[layer]), (keys, values)
+        return masked_attention(queries, keys, values, masks[layer], sinks), (keys, values)
 
     return attend

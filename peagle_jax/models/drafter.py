@@ -12,21 +12,18 @@ from flax import nnx
 
 from peagle_jax.config import DrafterConfig
 from peagle_jax.kernels import linear
+from peagle_jax.models.block import Block
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.layers import (
     Attend,
     Attention,
-    Block,
     GatedMLP,
     RMSNorm,
     parameter,
     rope_rotation,
 )
+from peagle_jax.models.quantized import Buffer
 from peagle_jax.models.target import Target
-
-
-class Buffer(nnx.Variable):
-    """A part of the checkpoint that is no trainable weight."""
 
 
 class FirstBlock(nnx.Module):

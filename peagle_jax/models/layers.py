@@ -1,10 +1,11 @@
-"""The decoder block that the target and the drafter share.
+"""The parts of a decoder block that the target and the drafter share.
 
 Modules hold weights in the checkpoint's `[out, in]` order, the query, key and value weights
-fused into one, the gate and up weights into another. A block does not know where keys and values
+fused into one, the gate and up weights into another. Attention does not know where keys and values
 are kept: it hands its rows to an `Attend` function and gets the attention's output back.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -15,10 +16,10 @@ from flax import nnx
 from peagle_jax.config import DecoderConfig, RopeConfig
 from peagle_jax.kernels import linear
 
-# (layer, queries [B, T, N, D], keys [B, N_kv, T, D], values [B, N_kv, T, D], window)
+# (layer, queries [B, T, N, D], keys [B, N_kv, T, D], values [B, N_kv, T, D], window, sinks [N])
 #   -> (output [B, T, N, D], that layer's (keys, values) to keep)
 Attend = Callable[
-    [int, jax.Array, jax.Array, jax.Array, int | None],
+    [int, jax.Array, jax.Array, jax.Array, int | None, jax.Array | None],
     tuple[jax.Array, tuple[jax.Array, jax.Array]],
 ]
 
@@ -31,33 +32,58 @@ def parameter(shape: tuple[int, ...], dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.P
 class RMSNorm(nnx.Module):
     """Root mean square normalisation over the last axis.
 
-    The variance is float32 and the normalised value is cast back before the weight multiplies
-    it, as Llama and Qwen3 do.
+    The variance is float32. Llama and Qwen3 cast the normalised value back before the weight
+    multiplies it, GPT-OSS after that (`weight_in_float32`).
     """
 
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype, weight_in_float32: bool = False):
         self.weight = nnx.Param(jnp.ones((size,), dtype))
         self.eps = eps
+        self.weight_in_float32 = weight_in_float32
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., size]
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.weight_in_float32:
+            return (self.weight[...].astype(jnp.float32) * (wide * scale)).astype(x.dtype)
         return (wide * scale).astype(x.dtype) * self.weight[...]
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Returns the angle per position of each rotated pair, `[D / 2]` float32, radians.
 
-    "llama3" divides long wavelengths by `factor`, keeps short ones, and ramps between.
+    All kinds but the default stretch a pair's wavelength by `factor`, or keep it, or something
+    between; they differ in which pairs they keep.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     base = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
     if rope.kind == "default":
         return base
-    turns = rope.original_max_position_embeddings * base / (2 * np.pi)  # in the original context
-    ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = np.clip(ramp, 0.0, 1.0)
+    if rope.kind == "linear":
+        keep = np.zeros_like(base)
+    elif rope.kind == "llama3":
+        turns = rope.original_max_position_embeddings * base / (2 * np.pi)  # in the old context
+        ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = np.clip(ramp, 0.0, 1.0)
+    else:
+        keep = _yarn_keep(rope, head_dim)
     return (keep * base + (1 - keep) * base / rope.factor).astype(np.float32)
+
+
+def _yarn_keep(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Returns how much of each pair's own frequency YaRN keeps, `[D / 2]` from 1 down to 0."""
+
+    def index(turns: float) -> float:  # of the pair that turns so often in the old context
+        wavelength = rope.original_max_position_embeddings / turns
+        return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = index(rope.beta_fast), index(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = high - low or 0.001  # as the published code does where both meet
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / span
+    return 1 - np.clip(ramp, 0.0, 1.0)
 
 
 def rope_rotation(
@@ -65,7 +91,9 @@ def rope_rotation(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cos and sin, `[B, T, 1, D / 2]`, of `positions` `[B, T]`; no table to run off."""
     angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
-    rotation = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+    rotation = tuple(
+        (turn(angles) * rope.attention_factor).astype(dtype) for turn in (jnp.cos, jnp.sin)
+    )
     # Else XLA fuses the cosines into every layer and every head, and computes them there again.
     return jax.lax.optimization_barrier(rotation)
 
@@ -107,6 +135,8 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+        if config.attention_sinks:
+            self.sinks = nnx.Param(jnp.zeros((config.num_heads,), dtype))
         self.config = config
         self.layer = layer
 
@@ -129,6 +159,7 @@ class Attention(nnx.Module):
             keys.swapaxes(1, 2),
             values.swapaxes(1, 2),
             config.sliding_windows[self.layer],
+            self.sinks[...] if config.attention_sinks else None,
         )
         out = out.reshape(batch, length, -1)
         bias = self.out_bias[...] if config.attention_output_bias else None
@@ -152,22 +183,3 @@ class GatedMLP(nnx.Module):
         gate, up = jnp.split(fused, 2, axis=-1)
         inner = jax.nn.silu(gate) * up  # [B, T, I]
         return linear(inner, self.down[...], self.down_bias[...] if self.bias else None)
-
-
-class Block(nnx.Module):
-    """Pre-norm decoder block: `x += attention(norm(x)); x += mlp(norm(x))`."""
-
-    def __init__(self, config: DecoderConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
-        eps, hidden = config.rms_norm_eps, config.hidden_size
-        self.attention_norm = RMSNorm(hidden, eps, dtype)
-        self.attention = Attention(config, layer, hidden, dtype, rngs)
-        self.mlp_norm = RMSNorm(hidden, eps, dtype)
-        self.mlp = GatedMLP(config, dtype, rngs)
-
-    def __call__(
-        self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Returns the residual stream after the block `[B, T, H]` and its (keys, values)."""
-        out, kept = self.attention(self.attention_norm(x), rotation, attend)
-        x = x + out
-        return x + self.mlp(self.mlp_norm(x)), kept

@@ -6,12 +6,13 @@ from flax import nnx
 
 from peagle_jax.config import TargetConfig
 from peagle_jax.kernels import linear
+from peagle_jax.models.block import Block, hidden_norm
 from peagle_jax.models.cache import KVCache
-from peagle_jax.models.layers import Attend, Block, RMSNorm, parameter, rope_rotation
+from peagle_jax.models.layers import Attend, parameter, rope_rotation
 
 
 class Target(nnx.Module):
-    """A Llama or Qwen3 dense language model.
+    """A Llama, Qwen3, Qwen3-MoE or GPT-OSS language model.
 
     Args:
       config: architecture.
@@ -25,7 +26,7 @@ class Target(nnx.Module):
         self.layers = nnx.List(
             Block(config, layer, dtype, rngs) for layer in range(config.num_layers)
         )
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.final_norm = hidden_norm(config, dtype)
         if not config.tie_word_embeddings:
             self.lm_head = parameter(table, dtype, rngs)
         self.config = config
