@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
@@ -172,6 +173,15 @@ def read_config[C: (TargetConfig, DrafterConfig)](
     return config_type.from_json(header["config"]), jnp.dtype(header["dtype"])
 
 
+def read_any_config(directory: Path) -> tuple[ModelConfig, jnp.dtype]:
+    """Reads the architecture and the stored dtype of a target or a drafter; as `read_config`."""
+    kind = _read_header(directory)["kind"]
+    for config_type, name in _KINDS.items():
+        if name == kind:
+            return read_config(directory, config_type)
+    raise CheckpointError(f"{directory} holds a {kind}, not a target or a drafter")
+
+
 def _read_header(directory: Path) -> dict[str, Any]:
     """Reads config.json, and checks its entries and the files that it lists."""
     path = directory / "config.json"
@@ -232,13 +242,43 @@ def load[M: Target | Drafter](
     try:
         arrays = ocp.load(directory.absolute() / "params", wanted)
     except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
-        raise CheckpointError(
-            f"cannot load {directory / 'params'}: {_first_line(error)}; "
-            "convert the source checkpoint again"
-        ) from error
+        raise _unreadable(directory, error) from error
     graphdef, state = nnx.split(abstract)
     flat = [(path, v.replace(arrays[_name(path)])) for path, v in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def load_arrays(
+    directory: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, np.ndarray]:
+    """Reads some arrays of a native checkpoint into memory, and no others.
+
+    Args:
+      directory: the native checkpoint.
+      arrays: shapes and dtypes by name; `abstract_parameters` names them all.
+
+    Raises:
+      CheckpointError: the arrays cannot be read.
+    """
+    cpu = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    wanted = {
+        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=cpu) for name, a in arrays.items()
+    }
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    try:
+        with context:
+            loaded = ocp.load(directory.absolute() / "params", wanted)
+    except Exception as error:  # as in `load`
+        raise _unreadable(directory, error) from error
+    return {name: np.asarray(array) for name, array in loaded.items()}
+
+
+def _unreadable(directory: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"cannot load {directory / 'params'}: {_first_line(error)}; "
+        "convert the source checkpoint again"
+    )
 
 
 def _abstract_module[M: Target | Drafter](module: type[M], config: Any, dtype: jnp.dtype) -> M:

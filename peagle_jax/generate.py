@@ -260,12 +260,12 @@ def run_batch(
     capacity = capacity_for(most, proposer.num_drafts)
     dtype = target.weights.merge().embedding[...].dtype
     caches = (
-        KVCache.zeros(config, rows, capacity, dtype),
+        KVCache.zeros(config, rows, capacity, dtype, block=proposer.num_drafts + 1),
         proposer.new_cache(rows, capacity, dtype),
     )
 
     started = time.perf_counter()
-    program = _compiled(target, proposer, request, *caches)
+    program = _compiled(target, proposer, request, *caches, capacity=capacity)
     compiled = time.perf_counter()
     generation, *_ = program(target.weights, proposer, request, *caches)
     generation = jax.device_get(generation)
@@ -278,12 +278,13 @@ def run_batch(
 _programs: dict[Hashable, Any] = {}
 
 
-def _compiled(target: LoadedTarget, *arguments: Any) -> Any:
+def _compiled(target: LoadedTarget, *arguments: Any, capacity: int) -> Any:
     """Returns the program for the shapes of these arguments, compiled at its first use."""
     leaves, structure = jax.tree.flatten((target.weights, *arguments))
-    key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+    key = (structure, capacity, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
     if key not in _programs:
-        _programs[key] = generate_tokens.lower(target.weights, *arguments).compile()
+        lowered = generate_tokens.lower(target.weights, *arguments, capacity=capacity)
+        _programs[key] = lowered.compile()
     return _programs[key]
 
 

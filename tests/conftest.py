@@ -1,5 +1,6 @@
 """Tiny random models that several test modules share, and where the demo models lie."""
 
+import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 from flax import nnx
 
 import peagle_jax
-from peagle_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from peagle_jax.config import DrafterConfig, MoEConfig, RopeConfig, TargetConfig
 from peagle_jax.load import LoadedDrafter, LoadedTarget
 from peagle_jax.models import Drafter, Frozen, Target
 
@@ -38,6 +39,66 @@ TARGET = TargetConfig(
     bos_token_id=None,
     eos_token_ids=(),
 )
+
+# One of every family; contexts of a few dozen tokens run well past the windows.
+FAMILIES = {
+    "llama": dataclasses.replace(
+        TARGET,
+        rope=RopeConfig(
+            theta=500.0,
+            kind="llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=2.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "qwen3": dataclasses.replace(TARGET, family="qwen3", qk_norm=True, tie_word_embeddings=True),
+    "qwen3_moe": dataclasses.replace(
+        TARGET,
+        family="qwen3_moe",
+        qk_norm=True,
+        moe=MoEConfig(
+            num_experts=6,
+            num_experts_per_token=2,
+            intermediate_size=24,
+            layers=(True, False, True),
+            router="softmax_top_k",
+            norm_topk_prob=True,
+            router_bias=False,
+            expert_bias=False,
+        ),
+    ),
+    "gpt_oss": dataclasses.replace(
+        TARGET,
+        family="gpt_oss",
+        rope=RopeConfig(
+            theta=1500.0,
+            kind="yarn",
+            factor=8.0,
+            original_max_position_embeddings=16,
+            truncate=False,
+            attention_factor=1.2,
+        ),
+        attention_bias=True,
+        attention_output_bias=True,
+        sliding_windows=(8, None, 8),
+        attention_sinks=True,
+        norm_weight_in_float32=True,
+        moe=MoEConfig(
+            num_experts=8,
+            num_experts_per_token=3,
+            intermediate_size=32,
+            layers=(True, True, True),
+            router="top_k_softmax",
+            norm_topk_prob=False,
+            router_bias=True,
+            expert_bias=True,
+            swiglu_limit=7.0,
+            weights="mxfp4",
+        ),
+    ),
+}
 
 DRAFTER = DrafterConfig(
     vocab_size=96,
@@ -82,7 +143,11 @@ def randomise[M: nnx.Module](module: M, seed: int) -> M:
             value = (chosen - np.arange(shape[0])).astype(np.int32)
         elif name == "weight":  # of a norm
             value = rng.uniform(0.5, 1.5, shape).astype(np.float32)
-        elif name in ("embedding", "mask_hidden") or name.endswith("bias"):
+        elif name == "blocks":  # of MXFP4
+            value = rng.integers(0, 256, shape).astype(np.uint8)
+        elif name == "scales":
+            value = rng.integers(122, 125, shape).astype(np.uint8)
+        elif name in ("embedding", "mask_hidden", "sinks") or name.endswith("bias"):
             value = rng.standard_normal(shape, np.float32)
         else:
             value = 1.5 * rng.standard_normal(shape, np.float32) / np.sqrt(shape[-1])

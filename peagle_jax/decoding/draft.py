@@ -49,9 +49,14 @@ class Proposer(Protocol):
         """Returns the proposer's empty cache, a pytree that is donated to the program."""
 
     def prefill(
-        self, target: Target, tokens: jax.Array, features: jax.Array | None, cache: Any
+        self,
+        target: Target,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        features: jax.Array | None,
+        cache: Any,
     ) -> Any:
-        """Reads the prompts `[B, P]` with their features `[B, P, F]`; returns its state."""
+        """Reads prompts `[B, P]` of lengths `[B]` and features `[B, P, F]`; returns its state."""
 
     def propose(self, target: Target, state: Any, seen: Committed) -> tuple[jax.Array, Any]:
         """Returns drafts `[B, K]` int32 (target ids) and the new state."""
@@ -79,10 +84,15 @@ class NoDraft:
         return ()
 
     def prefill(
-        self, target: Target, tokens: jax.Array, features: jax.Array | None, cache: tuple[()]
+        self,
+        target: Target,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        features: jax.Array | None,
+        cache: tuple[()],
     ) -> tuple[()]:
         """Returns nothing."""
-        del target, tokens, features
+        del target, tokens, lengths, features
         return cache
 
     def propose(
@@ -133,10 +143,16 @@ class ParallelDraft:
 
     def new_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
         """Returns the drafter's empty KV cache."""
-        return KVCache.zeros(self.drafter.merge().config, batch, capacity, dtype)
+        config = self.drafter.merge().config
+        return KVCache.zeros(config, batch, capacity, dtype, block=2 * self.num_drafts)
 
     def prefill(
-        self, target: Target, tokens: jax.Array, features: jax.Array | None, cache: KVCache
+        self,
+        target: Target,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        features: jax.Array | None,
+        cache: KVCache,
     ) -> DraftState:
         """Runs the drafter over the prompt rows.
 
@@ -152,7 +168,7 @@ class ParallelDraft:
             following,
             drafter.project(features),
             positions,
-            cached(cache, positions, prefill=True),
+            cached(cache, positions, lengths),
             target,
         )
         mask_row = drafter.project(drafter.mask_hidden[...]) if self.num_drafts > 1 else None
@@ -219,10 +235,15 @@ class ScriptedDraft:
         return self.beside.new_cache(batch, capacity, dtype)
 
     def prefill(
-        self, target: Target, tokens: jax.Array, features: jax.Array | None, cache: Any
+        self,
+        target: Target,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        features: jax.Array | None,
+        cache: Any,
     ) -> Any:
         """Prefills the proposer run beside the script."""
-        return self.beside.prefill(target, tokens, features, cache)
+        return self.beside.prefill(target, tokens, lengths, features, cache)
 
     def propose(self, target: Target, state: Any, seen: Committed) -> tuple[jax.Array, Any]:
         """Returns the continuation's next K tokens, wrong from the set number on."""

@@ -77,29 +77,33 @@ def capacity_for(num_tokens: int, num_drafts: int) -> int:
     return -(-(num_tokens + 2 * num_drafts + 1) // 128) * 128
 
 
-@functools.partial(jax.jit, donate_argnames=("target_cache", "draft_cache"))
+@functools.partial(
+    jax.jit, static_argnames="capacity", donate_argnames=("target_cache", "draft_cache")
+)
 def generate_tokens(
     target: Frozen[Target],
     proposer: Proposer,
     request: Request,
     target_cache: KVCache,
     draft_cache: Any,
+    capacity: int,
 ) -> tuple[Generation, KVCache, Any]:
     """Generates greedily until every sequence meets an EOS id or its budget.
 
     Args:
       target: the model whose text it is.
       proposer: what drafts.
-      request: the prompts. For all rows, `capacity_for(lengths + budgets, K)` must not exceed
-        the caches' capacity C.
-      target_cache: `KVCache.zeros(...)` with C slots; donated.
-      draft_cache: `proposer.new_cache(...)` with C slots; donated.
+      request: the prompts. `capacity_for(lengths + budgets, K)` must not exceed the capacity
+        for any of them.
+      target_cache: `KVCache.zeros(...)` of this capacity for blocks of K + 1 rows; donated.
+      draft_cache: `proposer.new_cache(...)` of this capacity; donated.
+      capacity: C, positions that a sequence may reach; static.
 
     Returns:
       the sequences, and both caches for their buffers to be used again.
     """
     model = target.merge()
-    state = _prefill(model, proposer, request, target_cache, draft_cache)
+    state = _prefill(model, proposer, request, target_cache, draft_cache, capacity)
     state = jax.lax.while_loop(
         lambda s: ~jnp.all(s.done),
         lambda s: _round(model, proposer, request, s),
@@ -109,19 +113,24 @@ def generate_tokens(
 
 
 def _prefill(
-    model: Target, proposer: Proposer, request: Request, target_cache: KVCache, draft_cache: Any
+    model: Target,
+    proposer: Proposer,
+    request: Request,
+    target_cache: KVCache,
+    draft_cache: Any,
+    capacity: int,
 ) -> _State:
     """Reads the prompts and emits the first token of each."""
     batch, length = request.tokens.shape
-    drafts, capacity = proposer.num_drafts, target_cache.keys[0].shape[2]
+    drafts = proposer.num_drafts
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
     x, features, target_cache = model(
         request.tokens,
         positions,
-        cached(target_cache, positions, prefill=True),
+        cached(target_cache, positions, request.lengths),
         proposer.aux_boundaries,
     )
-    draft_state = proposer.prefill(model, request.tokens, features, draft_cache)
+    draft_state = proposer.prefill(model, request.tokens, request.lengths, features, draft_cache)
     last = (request.lengths - 1)[:, None, None]  # [B, 1, 1]
     _, first = accept_greedy(
         jnp.zeros((batch, 0), jnp.int32), model.logits(jnp.take_along_axis(x, last, axis=1))

@@ -18,19 +18,21 @@ def attention(
     sinks: jax.Array | None = None,
     prefill: bool = False,
 ) -> jax.Array:
-    """Causal attention over a cache whose slot s holds position s of its sequence.
+    """Causal attention over a cache, which is a ring where there is a window.
 
-    A row at position p sees the slots s <= p, and with a window only those with s > p - window.
-    What lies in slots that a row does not see has no influence as long as it is finite.
+    A row at position p sees the positions up to p, and with a window only those after
+    p - window. Without one, slot s holds position s. With one, position p lies in slot p % S,
+    and the newest one written is that of the last row. What lies in slots that a row does not
+    see has no influence as long as it is finite.
 
     Args:
       queries: `[B, T, N, D]`.
       keys: `[B, N_kv, S, D]`; query head n reads KV head `n // (N / N_kv)`.
       values: `[B, N_kv, S, D]`.
-      positions: `[B, T]` int32.
+      positions: `[B, T]` int32, consecutive in each sequence.
       window: positions that a row sees, itself included; None for all.
       sinks: `[N]`, one logit per query head that takes part in the softmax and has no value.
-      prefill: row t stands at position t in every sequence, so that no slot past it is read.
+      prefill: keys and values are those of the rows themselves, which stand at 0..T-1.
 
     Returns:
       `[B, T, N, D]` in the dtype of `queries`; scores and softmax are float32, scaled by
@@ -38,14 +40,18 @@ def attention(
     """
 
     def rows(start: int, stop: int) -> jax.Array:
-        seen = stop if prefill else keys.shape[2]
-        slots, at = jnp.arange(seen), positions[:, start:stop, None]
-        mask = slots <= at  # [B, T, S]
-        if window is not None:
-            mask &= slots > at - window
-        return masked_attention(
-            queries[:, start:stop], keys[:, :, :seen], values[:, :, :seen], mask, sinks
-        )
+        first, end = 0, keys.shape[2]
+        if prefill:  # what no row of the piece sees is not read
+            first, end = max(0, start + 1 - window) if window else 0, stop
+        held, at = jnp.arange(first, end), positions[:, start:stop, None]  # [S], [B, T, 1]
+        if window and not prefill:
+            newest = positions[:, -1:, None]  # [B, 1, 1]
+            held = newest - (newest - held) % end  # [B, 1, S]
+        mask = held <= at  # [B, T, S]
+        if window:
+            mask &= (held > at - window) & (held >= 0)
+        piece = (queries[:, start:stop], keys[:, :, first:end], values[:, :, first:end])
+        return masked_attention(*piece, mask, sinks)
 
     length = queries.shape[1]
     pieces = [rows(i, min(i + QUERY_CHUNK, length)) for i in range(0, length, QUERY_CHUNK)]

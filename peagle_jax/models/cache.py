@@ -1,4 +1,4 @@
-"""KV cache: one pair of fixed arrays per layer, written in place at absolute positions.
+"""KV cache: one pair of fixed arrays per layer, written in place where the positions say.
 
 There is no rollback. A slot is visible to a row only if its position is not after the row's own,
 and every slot past the committed tokens is written again before a row can see it; so committing
@@ -22,6 +22,8 @@ from peagle_jax.models.layers import Attend
 class KVCache:
     """Keys and values of every layer.
 
+    A layer with a sliding window keeps a ring: position p lies in slot p % S.
+
     Attributes:
       keys: per layer `[B, N_kv, S, D]`, after RoPE. Head-major, because XLA on GPU otherwise
         copies the caches at the loop's entry.
@@ -32,13 +34,27 @@ class KVCache:
     values: tuple[jax.Array, ...]
 
     @classmethod
-    def zeros(cls, config: DecoderConfig, batch: int, capacity: int, dtype: jnp.dtype) -> Self:
-        """Returns an empty cache of `capacity` slots for each of `batch` sequences."""
-        shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+    def zeros(
+        cls, config: DecoderConfig, batch: int, capacity: int, dtype: jnp.dtype, block: int
+    ) -> Self:
+        """Returns an empty cache.
+
+        Args:
+          config: sizes and windows.
+          batch: B.
+          capacity: positions that a sequence may reach; S of a layer without a window.
+          dtype: of keys and values.
+          block: rows that are written at a time at most, after the prefill. A ring has as many
+            slots more than its window, so that rejected rows never lie where a visible one
+            belongs.
+        """
 
         def arrays() -> tuple[jax.Array, ...]:
-            return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+            slots = (capacity if w is None else min(w + block - 1, capacity) for w in windows)
+            shapes = ((batch, config.num_kv_heads, s, config.head_dim) for s in slots)
+            return tuple(jnp.zeros(shape, dtype) for shape in shapes)
 
+        windows = config.sliding_windows
         return cls(arrays(), arrays())
 
 
@@ -76,14 +92,37 @@ def _write_each(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Arra
     return cache
 
 
-def cached(cache: KVCache, positions: jax.Array, prefill: bool = False) -> Attend:
+def write_ring(cache: jax.Array, rows: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    """Writes consecutive rows of each sequence into one layer's ring.
+
+    Args:
+      cache: `[B, N_kv, S, D]`.
+      rows: `[B, N_kv, T, D]`; of more than S that count, the last S stay.
+      start: `[B]`, position of each sequence's first row.
+      count: `[B]`, how many of its rows count.
+
+    Returns:
+      `[B, N_kv, S, D]`.
+    """
+    newest = (start + count - 1)[:, None]
+    held = newest - (newest - jnp.arange(cache.shape[2])) % cache.shape[2]  # [B, S]
+    row = held - start[:, None]
+    taken = jnp.take_along_axis(rows, jnp.maximum(row, 0)[:, None, :, None], axis=2)
+    return jnp.where((row >= 0)[:, None, :, None], taken.astype(cache.dtype), cache)
+
+
+def cached(cache: KVCache, positions: jax.Array, prompt_lengths: jax.Array | None = None) -> Attend:
     """Attention that writes its rows into the cache, then reads the cache.
 
     Args:
       cache: the caches of all layers.
-      positions: `[B, T]` int32, consecutive in each sequence; also the slots written.
-      prefill: row t stands at position t in every sequence, so that later slots are not read.
+      positions: `[B, T]` int32, consecutive in each sequence.
+      prompt_lengths: `[B]` for a prefill: the rows are prompts of these lengths from position 0
+        on, padded at their ends, and the cache is empty.
     """
+    prefill = prompt_lengths is not None
+    start = positions[:, 0]
+    count = prompt_lengths if prefill else jnp.full_like(start, positions.shape[1])
 
     def attend(
         layer: int,
@@ -93,10 +132,15 @@ def cached(cache: KVCache, positions: jax.Array, prefill: bool = False) -> Atten
         window: int | None,
         sinks: jax.Array | None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        kept_keys = write_rows(cache.keys[layer], keys, positions[:, 0])
-        kept_values = write_rows(cache.values[layer], values, positions[:, 0])
-        out = attention(queries, kept_keys, kept_values, positions, window, sinks, prefill)
-        return out, (kept_keys, kept_values)
+        def write(kept: jax.Array, rows: jax.Array) -> jax.Array:
+            if window is None:
+                return write_rows(kept, rows, start)
+            return write_ring(kept, rows, start, count)
+
+        kept = write(cache.keys[layer], keys), write(cache.values[layer], values)
+        seen = (keys, values) if prefill else kept
+        out = attention(queries, *seen, positions, window, sinks, prefill)
+        return out, kept
 
     return attend
 

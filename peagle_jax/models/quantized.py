@@ -32,12 +32,18 @@ class MXFP4(nnx.Module):
 
         They are exact in bfloat16 and float32 as long as the scale is a normal number there.
         """
-        return unpack_mxfp4(self.blocks[...][index], self.scales[...][index], dtype)
+        weights = unpack_mxfp4(self.blocks[...][index], self.scales[...][index], dtype)
+        # XLA CPU would fuse this into the product, and unpack again for every row.
+        return jax.lax.platform_dependent(
+            weights, cpu=jax.lax.optimization_barrier, default=lambda unpacked: unpacked
+        )
 
 
 def unpack_mxfp4(blocks: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Returns weights `[..., in]` of blocks `[..., in / 32, 16]`, scales `[..., in / 32]`."""
-    codes = jax.lax.bitcast_convert_type(blocks, jnp.float4_e2m1fn)  # [..., in / 32, 16, 2]
+    # Shifts instead of one bitcast to pairs, which XLA does not fuse into a product's reading.
+    codes = (blocks[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15  # [..., in / 32, 16, 2]
+    codes = jax.lax.bitcast_convert_type(codes.astype(jnp.uint4), jnp.float4_e2m1fn)
     factors = jax.lax.bitcast_convert_type(scales, jnp.float8_e8m0fnu)  # [..., in / 32]
     values = codes.astype(dtype) * factors.astype(dtype)[..., None, None]
     return values.reshape(*blocks.shape[:-2], -1)

@@ -22,7 +22,7 @@ from peagle_jax.decoding import (
 )
 from peagle_jax.decoding.draft import Committed
 from peagle_jax.load import LoadedDrafter, LoadedTarget
-from peagle_jax.models import Drafter, Frozen, KVCache, Target, cached, masked
+from peagle_jax.models import Drafter, Frozen, KVCache, Target, masked
 
 BUCKET, CAPACITY = 16, 128
 
@@ -43,11 +43,11 @@ def run(
     """Runs the program on caches filled with `filler`."""
     batch = request.tokens.shape[0]
     caches = (
-        KVCache.zeros(target.config, batch, CAPACITY, jnp.float32),
+        KVCache.zeros(target.config, batch, CAPACITY, jnp.float32, proposer.num_drafts + 1),
         proposer.new_cache(batch, CAPACITY, jnp.float32),
     )
     caches = jax.tree.map(lambda x: x + filler, caches)
-    return generate_tokens(target.weights, proposer, request, *caches)
+    return generate_tokens(target.weights, proposer, request, *caches, capacity=CAPACITY)
 
 
 def new_tokens(request: Request, generation: Generation) -> list[list[int]]:
@@ -241,10 +241,11 @@ def _drafts_after(
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, 90, (batch, CAPACITY)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(CAPACITY), (batch, CAPACITY))
-    cache = KVCache.zeros(model.config, batch, CAPACITY, jnp.float32)
-    _, features, _ = model(tokens, positions, cached(cache, positions), proposer.aux_boundaries)
+    causal = jnp.tril(jnp.ones((batch, CAPACITY, CAPACITY), bool))
+    attend = masked([causal] * model.config.num_layers)
+    _, features, _ = model(tokens, positions, attend, proposer.aux_boundaries)
     state = proposer.prefill(
-        model, tokens[:, :BUCKET], features[:, :BUCKET],
+        model, tokens[:, :BUCKET], request.lengths, features[:, :BUCKET],
         proposer.new_cache(batch, CAPACITY, jnp.float32),
     )  # fmt: skip
     drafts, length = [], request.lengths + 1
@@ -294,10 +295,10 @@ def test_it_is_one_program(target: LoadedTarget, drafter: LoadedDrafter) -> None
     proposer = parallel(drafter, 3)
     request = make_request(PROMPTS, [BUDGET] * 3)
     caches = (
-        KVCache.zeros(target.config, 3, CAPACITY, jnp.float32),
+        KVCache.zeros(target.config, 3, CAPACITY, jnp.float32, proposer.num_drafts + 1),
         proposer.new_cache(3, CAPACITY, jnp.float32),
     )
-    lowered = generate_tokens.lower(target.weights, proposer, request, *caches)
+    lowered = generate_tokens.lower(target.weights, proposer, request, *caches, capacity=CAPACITY)
     text = lowered.as_text()
     assert text.count("stablehlo.while") == 1
     assert "custom_call" not in text or "callback" not in text

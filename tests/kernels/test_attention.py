@@ -8,7 +8,12 @@ from peagle_jax.kernels import attention
 
 
 def reference(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, window: int | None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    positions: np.ndarray,
+    window: int | None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     batch, length, heads, head_dim = q.shape
@@ -21,20 +26,47 @@ def reference(
             for n in range(heads):
                 keys, values = k[b, n // group, start:stop], v[b, n // group, start:stop]
                 scores = keys @ q[b, t, n] / np.sqrt(head_dim)
-                weights = np.exp(scores - scores.max())
-                out[b, t, n] = weights @ values / weights.sum()
+                sink = -np.inf if sinks is None else sinks[n]
+                highest = max(scores.max(), sink)
+                weights = np.exp(scores - highest)
+                out[b, t, n] = weights @ values / (weights.sum() + np.exp(sink - highest))
     return out
 
 
+def ring(rows: np.ndarray, newest: np.ndarray, slots: int) -> np.ndarray:
+    """Keeps the last positions of `[B, N_kv, S, D]` up to `newest`, each in slot p % slots."""
+    kept = np.full((*rows.shape[:2], slots, rows.shape[3]), 1e4, np.float32)  # finite junk
+    for b, last in enumerate(newest):
+        for position in range(max(0, last - slots + 1), last + 1):
+            kept[b, :, position % slots] = rows[b, :, position]
+    return kept
+
+
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
-@pytest.mark.parametrize("window", [None, 1, 5, 64])
-def test_attention_equals_float64(group: int, window: int | None) -> None:
+@pytest.mark.parametrize("sinks", [None, 1.0, 30.0])
+@pytest.mark.parametrize(("window", "slots"), [(None, 40), (1, 6), (5, 10), (5, 17), (64, 40)])
+def test_attention_equals_float64(
+    group: int, sinks: float | None, window: int | None, slots: int
+) -> None:
+    """Rings of just window + T - 1 slots, larger ones, and ones that never turn."""
     rng = np.random.default_rng(group)
     q = rng.standard_normal((3, 6, 2 * group, 16), np.float32)
     k, v = (rng.standard_normal((3, 2, 40, 16), np.float32) for _ in range(2))
     positions = np.array([0, 13, 34])[:, None] + np.arange(6)
-    out = attention(*map(jnp.asarray, (q, k, v, positions)), window)
-    np.testing.assert_allclose(out, reference(q, k, v, positions, window), atol=1e-5)
+    logits = None if sinks is None else sinks * rng.standard_normal(2 * group).astype(np.float32)
+    kept = (ring(x, positions[:, -1], slots) for x in (k, v))
+    out = attention(*map(jnp.asarray, (q, *kept, positions)), window, logits)
+    np.testing.assert_allclose(out, reference(q, k, v, positions, window, logits), atol=1e-5)
+
+
+def test_a_sink_takes_its_share() -> None:
+    """Scores 1, 2, 0.5 and a sink of 1.5, as worked out by hand."""
+    scores = np.array([1.0, 2.0, 0.5], np.float32)
+    keys = jnp.asarray(scores)[None, None, :, None].repeat(2, axis=3) / 2**0.5  # q = (1, 1), D = 2
+    values = jnp.eye(3)[None, None, :, :2]  # shows the first two weights
+    args = jnp.ones((1, 1, 1, 2)), keys, values, jnp.array([[2]])
+    out = attention(*args, sinks=jnp.array([1.5]))
+    np.testing.assert_allclose(out[0, 0, 0], [0.167405097, 0.455054234], rtol=1e-6)
 
 
 def test_long_prefill_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,9 +76,9 @@ def test_long_prefill_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(s, np.float32) for s in ((1, 30, 4, 8), *[(1, 2, 30, 8)] * 2))
     positions = np.arange(30)[None]
-    for prefill in (False, True):
-        out = attention(*map(jnp.asarray, (q, k, v, positions)), prefill=prefill)
-        np.testing.assert_allclose(out, reference(q, k, v, positions, None), atol=1e-5)
+    for prefill, window in ((False, None), (True, None), (True, 1), (True, 5), (True, 30)):
+        out = attention(*map(jnp.asarray, (q, k, v, positions)), window, prefill=prefill)
+        np.testing.assert_allclose(out, reference(q, k, v, positions, window), atol=1e-5)
 
 
 def test_bfloat16_keeps_float32_softmax() -> None:

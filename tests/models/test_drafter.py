@@ -76,7 +76,7 @@ def test_inference_chain_equals_speculators(name: str, tmp_path: Path) -> None:
     drafter = load(ORACLE / name / "draft", tmp_path).weights.merge()
     golden = dict(np.load(ORACLE / name / "draft_step.npz"))
     positions = jnp.asarray(golden["flat.positions"])[None]  # 13 real rows, then 4 mask slots
-    cache = KVCache.zeros(drafter.config, 1, 64, jnp.float32)
+    cache = KVCache.zeros(drafter.config, 1, 64, jnp.float32, block=64)
     x, _ = drafter(
         jnp.asarray(golden["flat.ids"])[None],
         drafter.project(jnp.asarray(golden["flat.fc_in"]))[None],

@@ -15,7 +15,11 @@ from peagle_jax.convert import to_native
 from peagle_jax.load import LoadedTarget
 from peagle_jax.models import Frozen, KVCache, Target, cached, masked
 
-TARGETS = ("llama_gqa", "llama_tied", "llama_rope_scaled", "llama_biases", "qwen3")
+TARGETS = (
+    *("llama_gqa", "llama_tied", "llama_rope_scaled", "llama_rope_linear", "llama_biases"),
+    *("qwen3", "qwen3_yarn_window", "qwen3_moe", "qwen3_moe_fused", "qwen3_moe_fp8"),
+    *("gpt_oss", "gpt_oss_mxfp4"),
+)
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -36,8 +40,11 @@ def forward(
     """Logits and feature of whole sequences `[B, T]`, without a cache."""
     model, length = target.merge(), ids.shape[1]
     positions = jnp.broadcast_to(jnp.arange(length), ids.shape)
-    causal = jnp.tril(jnp.ones((1, length, length), bool))
-    x, feature, _ = model(ids, positions, masked([causal] * model.config.num_layers), boundaries)
+    back = jnp.arange(length)[:, None] - jnp.arange(length)  # how far back a row would look
+    masks = [
+        ((back >= 0) & (back < (window or length)))[None] for window in model.config.sliding_windows
+    ]
+    x, feature, _ = model(ids, positions, masked(masks), boundaries)
     return model.logits(x), feature
 
 
@@ -53,7 +60,9 @@ def test_boundaries_equal_transformers(case: tuple[LoadedTarget, dict[str, np.nd
     boundaries = tuple(reversed(range(target.config.num_layers + 1)))
     _, feature = forward(target.weights, golden["ids"][:1], boundaries)
     for b, part in zip(boundaries, jnp.split(feature[0], len(boundaries), axis=-1), strict=True):
-        np.testing.assert_allclose(part, golden[f"boundary_{b}"], atol=1e-4)
+        expected = golden[f"boundary_{b}"]
+        scale = max(1.0, float(np.sqrt(np.mean(expected**2))))  # the stream grows, rounding with it
+        np.testing.assert_allclose(part, expected, atol=1e-4 * scale)
 
 
 def test_cached_decoding_equals_one_forward(
@@ -71,7 +80,7 @@ def test_cached_decoding_equals_one_forward(
         x, _, cache = model(rows, positions, cached(cache, positions))
         return model.logits(x), cache
 
-    cache = KVCache.zeros(target.config, 2, 128, jnp.float32)
+    cache = KVCache.zeros(target.config, 2, 128, jnp.float32, block=20)
     starts = np.array([0, 0])
     for count in (20, 1, 4, 9):
         positions = jnp.asarray(starts)[:, None] + jnp.arange(count)
