@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 MODEL := .cache/smollm2-135m-instruct
 TYPES := .cache/types
 TORCH := .cache/torch
+CUDA := .cache/cuda
 TORCH_PYTHON ?= python3.11
 
 # Given on the command line: PYTHON picks the interpreter, ARGS goes to pytest or the program run.
@@ -19,7 +20,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 $(STAMP): moved
 endif
 
-.PHONY: help install model demo test test-all lint types format bench clean moved
+.PHONY: help install model compiler demo test test-all lint types format bench clean moved
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -48,10 +49,23 @@ model: install ## Fetch the demo's target model (93 MB) once
 demo: model ## Answer a prompt with and without the drafter, and compare
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-test: model ## Run the tests, without the slow ones
+compiler: $(CUDA)/.installed ## Fetch what compiles programs for GPUs without a GPU (170 MB) once
+
+# Beside the environment, not in it: JAX's plugin looks for a driver wherever it is installed.
+$(CUDA)/.installed: $(STAMP)
+ifeq ($(shell uname -s),Linux)
+	@echo "Fetching JAX's CUDA plugin and ptxas"
+	@rm -rf $(CUDA)
+	@version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(CUDA) \
+	    jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc
+	@touch $@
+endif
+
+test: model compiler ## Run the tests, without the slow ones
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-all: model ## Run all the tests
+test-all: model compiler ## Run all the tests
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: install ## Check style and format

@@ -1,16 +1,19 @@
-"""What target and drafter configs have in common: sizes, rotary embedding, windows.
+"""What target and drafter configs have in common: sizes, flags, windows.
 
-Keys are those of transformers' Llama and Qwen3 configs, in the spelling of 4.x (`rope_theta`,
-`rope_scaling`, `torch_dtype`) and of 5.x (`rope_parameters`, `dtype`).
+Keys are those of transformers' Llama, Qwen3, Qwen3-MoE and GPT-OSS configs, in the spelling of
+4.x (`rope_theta`, `rope_scaling`, `torch_dtype`) and of 5.x (`rope_parameters`, `dtype`).
 """
 
 from typing import Any
 
-from peagle_jax.config import RopeConfig
 from peagle_jax.convert.errors import ConvertError
+from peagle_jax.convert.experts import read_experts
 from peagle_jax.convert.keys import Keys
+from peagle_jax.convert.rope import read_rope
 
-MODEL_TYPES = ("llama", "qwen3")
+# Families whose blocks have a dense MLP, and those with mixtures of experts.
+DENSE_TYPES = ("llama", "qwen3")
+SPARSE_TYPES = ("qwen3_moe", "gpt_oss")
 
 # Whatever they hold, the logits stay the same: bookkeeping, training, dtype on disk (the tensors
 # say it themselves), settings of sampling and of output that only old configs list.
@@ -39,15 +42,15 @@ IGNORED = (
 )
 
 
-def read_model_type(keys: Keys) -> str:
+def read_model_type(keys: Keys, allowed: tuple[str, ...] = DENSE_TYPES) -> str:
     """Takes `model_type`.
 
     Raises:
-      ConvertError: it is no family that this release converts.
+      ConvertError: it is no family in `allowed`.
     """
     model_type = keys.take("model_type")
-    if model_type not in MODEL_TYPES:
-        raise keys.error("model_type", model_type, " or ".join(MODEL_TYPES))
+    if model_type not in allowed:
+        raise keys.error("model_type", model_type, " or ".join(allowed))
     return str(model_type)
 
 
@@ -68,18 +71,21 @@ def read_decoder(keys: Keys, model_type: str) -> dict[str, Any]:
     """Takes the keys of the decoder blocks, and those without influence.
 
     Args:
-      keys: a Llama or Qwen3 config.
-      model_type: "llama" or "qwen3".
+      keys: a config of that family.
+      model_type: one of `DENSE_TYPES` and `SPARSE_TYPES`.
 
     Returns:
       the fields of `DecoderConfig` but `attention_output_bias`.
 
     Raises:
       ConvertError: a key is missing or holds a value that is not supported.
+      ConfigError: a value makes no such decoder.
     """
-    qwen3 = model_type == "qwen3"
+    llama, gpt_oss = model_type == "llama", model_type == "gpt_oss"
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     layers = keys.integer("num_hidden_layers")
+    inner = keys.integer("intermediate_size")
+    max_position = keys.integer("max_position_embeddings")
     keys.only("hidden_act", "silu")
     keys.only("is_encoder_decoder", False)
     keys.only("add_cross_attention", False)
@@ -89,24 +95,32 @@ def read_decoder(keys: Keys, model_type: str) -> dict[str, Any]:
     keys.only("rope_interleaved", False)
     keys.ignore(IGNORED)
     mlp_bias = keys.flag("mlp_bias", False)
-    if qwen3 and mlp_bias:
-        raise keys.error("mlp_bias", mlp_bias, "false (Qwen3 has none)")
+    if mlp_bias and not llama:
+        raise keys.error("mlp_bias", mlp_bias, f"false ({model_type} has none)")
+    if gpt_oss and keys.peek("rope_scaling") is None and keys.peek("rope_parameters") is None:
+        raise ConvertError(
+            f"{keys.where}: rope_scaling is missing; GPT-OSS has yarn, whose values are no default "
+            "here, because wrong ones still load: add those that the model was trained with"
+        )
     return {
         "vocab_size": keys.integer("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": keys.integer("intermediate_size"),
+        "intermediate_size": inner,
         "num_layers": layers,
         "num_heads": heads,
-        # transformers' Qwen3Config would fill in 32 heads of size 128: no guess either way.
-        "num_kv_heads": keys.integer("num_key_value_heads", None if qwen3 else heads),
-        "head_dim": keys.integer("head_dim", None if qwen3 else _head_dim(keys, hidden, heads)),
+        # transformers would fill in numbers of its own for the others: no guess either way.
+        "num_kv_heads": keys.integer("num_key_value_heads", heads if llama else None),
+        "head_dim": keys.integer("head_dim", _head_dim(keys, hidden, heads) if llama else None),
         "rms_norm_eps": keys.number("rms_norm_eps"),
-        "rope": read_rope(keys),
-        "max_position_embeddings": keys.integer("max_position_embeddings"),
-        "attention_bias": keys.flag("attention_bias", False),
+        "rope": read_rope(keys, max_position),
+        "max_position_embeddings": max_position,
+        "attention_bias": keys.flag("attention_bias", gpt_oss),
         "mlp_bias": mlp_bias,
-        "qk_norm": qwen3,
+        "qk_norm": model_type in ("qwen3", "qwen3_moe"),
         "sliding_windows": read_windows(keys, model_type, layers),
+        "attention_sinks": gpt_oss,
+        "norm_weight_in_float32": gpt_oss,
+        "moe": read_experts(keys, model_type, layers, inner),
     }
 
 
@@ -117,82 +131,40 @@ def _head_dim(keys: Keys, hidden: int, heads: int) -> int | None:
     return hidden // heads if hidden % heads == 0 else None
 
 
-def read_rope(keys: Keys) -> RopeConfig:
-    """Takes `rope_theta` and `rope_scaling` (4.x) or `rope_parameters` (5.x).
-
-    Raises:
-      ConvertError: the base is missing, the kind is not supported, or the spellings disagree.
-      ConfigError: the values make no rotary embedding.
-    """
-    thetas = {keys.number("rope_theta")} if (top := keys.peek("rope_theta")) is not None else set()
-    found = []
-    for name in ("rope_scaling", "rope_parameters"):
-        if keys.peek(name) is None:
-            keys.ignore([name])
-            continue
-        nested = keys.nested(name)
-        if nested.peek("rope_theta") is not None:
-            thetas.add(nested.number("rope_theta"))
-        nested.ignore(["rope_theta"])
-        found.append(_read_scaling(nested))
-    if not thetas:
-        raise ConvertError(
-            f"{keys.where}: rope_theta is missing (at the top, or in rope_parameters); there is no "
-            "default, because a wrong base still loads: add the one that the model was trained with"
-        )
-    if len(thetas) > 1 or any(scaling != found[0] for scaling in found):
-        raise ConvertError(
-            f"{keys.where}: rope_theta {top}, rope_scaling and rope_parameters disagree"
-        )
-    return RopeConfig(theta=thetas.pop(), **(found[0] if found else {}))
-
-
-def _read_scaling(keys: Keys) -> dict[str, Any]:
-    """Returns the fields of `RopeConfig` but `theta` from a scaling object."""
-    kinds = {kind for name in ("rope_type", "type") if (kind := keys.take(name)) is not None}
-    if not kinds <= {"default", "llama3"} or len(kinds) > 1:
-        raise keys.error("rope_type", " and ".join(sorted(map(str, kinds))), "default or llama3")
-    keys.only("partial_rotary_factor", 1.0, 1)
-    scaling: dict[str, Any] = {}
-    if kinds == {"llama3"}:
-        scaling = {
-            "kind": "llama3",
-            "factor": keys.number("factor"),
-            "low_freq_factor": keys.number("low_freq_factor"),
-            "high_freq_factor": keys.number("high_freq_factor"),
-            "original_max_position_embeddings": keys.integer("original_max_position_embeddings"),
-        }
-    keys.done()
-    return scaling
-
-
 def read_windows(keys: Keys, model_type: str, layers: int) -> tuple[int | None, ...]:
     """Takes the sliding window keys and returns each layer's window.
 
     A window of W is W keys with the row's own, in transformers as here. Qwen3 slides only where
-    `use_sliding_window` is true, by `layer_types`, or without them from layer
-    `max_window_layers` on. A Llama config slides by `layer_types` (drafters of speculators do).
+    `use_sliding_window` is true: Qwen3-MoE then in every layer, the dense one by `layer_types`, or
+    without them from layer `max_window_layers` on. GPT-OSS slides by `layer_types`, or without
+    them in the even layers. A Llama config slides by `layer_types` (drafters of speculators do).
 
     Raises:
       ConvertError: the keys are incomplete or contradict each other.
     """
-    qwen3 = model_type == "qwen3"
     window = keys.integer_or_none("sliding_window")
-    slides = keys.flag("use_sliding_window", not qwen3)
+    slides = keys.flag("use_sliding_window", model_type in ("llama", "gpt_oss"))
     first = keys.integer_or_none("max_window_layers")
     types = keys.take("layer_types")
-    if types is None and qwen3 and slides:
-        if first is None:
-            raise ConvertError(
-                f"{keys.where}: use_sliding_window is true, but neither layer_types nor "
-                "max_window_layers says in which layers"
-            )
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if types is None:
-        if window is not None and not qwen3:
-            raise keys.error("sliding_window", window, "null, or a window with layer_types")
-        types = ["full_attention"] * layers
+    if types is None and model_type == "llama" and window is not None:
+        raise keys.error("sliding_window", window, "null, or a window with layer_types")
+    if types is None and model_type == "qwen3" and slides and first is None:
+        raise ConvertError(
+            f"{keys.where}: use_sliding_window is true, but neither layer_types nor "
+            "max_window_layers says in which layers"
+        )
+    sliding = {
+        "llama": lambda i: False,
+        "qwen3": lambda i: slides and i >= (first or 0),
+        "qwen3_moe": lambda i: slides,
+        "gpt_oss": lambda i: i % 2 == 0,
+    }[model_type]
     known = ("full_attention", "sliding_attention")
+    implied = [known[sliding(i)] for i in range(layers)]
+    if types is None:
+        types = implied
+    elif model_type == "qwen3_moe" and types != implied:
+        raise keys.error("layer_types", types, f"{implied[0]} throughout, as use_sliding_window")
     if not isinstance(types, list) or not all(kind in known for kind in types):
         raise keys.error("layer_types", types, f"a list of {' and '.join(known)}")
     if len(types) != layers:

@@ -57,15 +57,15 @@ class Keys:
             raise self.error(key, value, "an integer")
         return value
 
-    def number(self, key: str) -> float:
-        """Takes a finite number, which must be there.
+    def number(self, key: str, default: float | None = None) -> float:
+        """Takes a finite number; without a default the key must be there.
 
         Raises:
           ConvertError: it is absent or of another type.
         """
         value = self.take(key)
         if value is None:
-            return self._present(key, None)
+            return self._present(key, default)
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
@@ -74,15 +74,15 @@ class Keys:
             raise self.error(key, value, "a finite number")
         return float(value)
 
-    def flag(self, key: str, default: bool) -> bool:
-        """Takes true or false.
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """Takes true or false; without a default the key must be there.
 
         Raises:
-          ConvertError: it is of another type.
+          ConvertError: it is absent or of another type.
         """
         value = self.take(key)
         if value is None:
-            return default
+            return self._present(key, default)
         if not isinstance(value, bool):
             raise self.error(key, value, "true or false")
         return value

@@ -64,6 +64,7 @@ class Plan:
       given: native arrays that are computed, not copied (`d2t`).
       equal: pairs of source tensors that must hold the same values (a tied head and its table).
       used: source tensors that are accounted for without being copied.
+      block: rows and columns that share a scale in the source's FP8 weights, None without those.
     """
 
     config: TargetConfig | DrafterConfig
@@ -71,6 +72,7 @@ class Plan:
     given: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     equal: tuple[tuple[str, str], ...] = ()
     used: frozenset[str] = frozenset()
+    block: tuple[int, int] | None = None
 
     def natives(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of every native array that slots fill, and checks that they do.
@@ -93,7 +95,7 @@ class Plan:
 def block_slots(
     source: str, native: str, config: DecoderConfig, input_size: int
 ) -> Iterator[tuple[str, Slot]]:
-    """Yields the slots of a decoder block in Hugging Face's naming.
+    """Yields the slots of a decoder block with a dense MLP, in Hugging Face's naming.
 
     Args:
       source: the block's prefix in the source, such as "model.layers.3".
@@ -101,7 +103,15 @@ def block_slots(
       config: sizes and flags.
       input_size: width of the attention's input rows.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
+    yield from attention_slots(source, native, config, input_size)
+    yield from mlp_slots(source, native, config)
+
+
+def attention_slots(
+    source: str, native: str, config: DecoderConfig, input_size: int
+) -> Iterator[tuple[str, Slot]]:
+    """Yields the slots of a block's attention and its two norms; as `block_slots`."""
+    hidden = config.hidden_size
     queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
     yield f"{source}.input_layernorm.weight", Slot(f"{native}.attention_norm.weight", (hidden,))
     yield f"{source}.post_attention_layernorm.weight", Slot(f"{native}.mlp_norm.weight", (hidden,))
@@ -121,7 +131,13 @@ def block_slots(
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield f"{attention}.{name}.weight", Slot(f"{to}.{name}.weight", (config.head_dim,))
+    if config.attention_sinks:
+        yield f"{attention}.sinks", Slot(f"{to}.sinks", (config.num_heads,))
 
+
+def mlp_slots(source: str, native: str, config: DecoderConfig) -> Iterator[tuple[str, Slot]]:
+    """Yields the slots of a block's dense MLP; as `block_slots`."""
+    hidden, inner = config.hidden_size, config.intermediate_size
     mlp, to = f"{source}.mlp", f"{native}.mlp"
     for name, start in (("gate", 0), ("up", inner)):
         yield f"{mlp}.{name}_proj.weight", Slot(f"{to}.gate_up", (inner, hidden), start)

@@ -1,14 +1,14 @@
-"""Reading a Hugging Face folder: its configs, and its safetensors one tensor at a time.
+"""Reading a Hugging Face folder: its configs, and its weights one tensor at a time.
 
-Files are read with plain reads into buffers that exist already. Mapping them would be as fast,
-but their pages would count as the process's memory beside the buffers they are copied to.
+Safetensors are read with plain reads into buffers that exist already. Mapping them would be as
+fast, but their pages would count as the process's memory beside the buffers they are copied to.
 """
 
 import dataclasses
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from peagle_jax.convert.errors import ConvertError, listed
+from peagle_jax.convert.torch_files import load_torch_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TORCH_SINGLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+# OpenAI's shards, which its own code reads without an index.
+_OPENAI_SHARDS = "model--?????-of-?????.safetensors"
 # Formats that hold weights too, for the message to somebody who has only those.
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".ckpt")
 _DTYPES: dict[str, np.dtype] = {
@@ -45,7 +50,8 @@ class Tensor:
       dtype: safetensors code, such as "BF16".
       shape: axes.
       path: its file.
-      offset: bytes from the start of the file.
+      offset: bytes from the start of the file; of a mapped tensor, of those before it.
+      mapped: `[bytes]` uint8 where something else opened the file, None where it is to be read.
     """
 
     name: str
@@ -53,11 +59,17 @@ class Tensor:
     shape: tuple[int, ...]
     path: Path
     offset: int
+    mapped: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file."""
+        return self.size * self._numpy_dtype().itemsize
 
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Reads the tensor flat and in order, a few megabytes at a time.
@@ -114,7 +126,11 @@ class Tensor:
         return _DTYPES[self.dtype]
 
     def _read_bytes(self, out: np.ndarray, start: int) -> None:
-        """Fills `out` with the file's elements from index `start` on."""
+        """Fills `out` with the tensor's elements from index `start` on."""
+        if self.mapped is not None:
+            first = start * out.itemsize
+            out.view(np.uint8)[...] = self.mapped[first : first + out.nbytes]
+            return
         left = memoryview(out.view(np.uint8)) if out.size else memoryview(b"")
         try:
             with open(self.path, "rb", buffering=0) as file:
@@ -156,13 +172,23 @@ class Source:
 
 
 def open_source(folder: Path) -> Source:
-    """Reads a folder's configs and the headers of its safetensors files.
+    """Reads a folder's configs and the headers of its weights.
+
+    Safetensors are taken where there are any, else torch's `.bin` files.
 
     Raises:
-      ConvertError: folder or files are missing, cut off or damaged.
+      ConvertError: folder or files are missing, cut off or damaged, or torch is needed and not
+        installed.
     """
     if not folder.is_dir():
         raise ConvertError(f"{folder}: no such folder")
+    meta = sorted(path.name for path in folder.glob("consolidated.*.pth"))
+    if meta and not any(folder.glob("*.safetensors")):
+        raise ConvertError(
+            f"{folder} holds Meta's own files ({listed(meta, 3)}), which this release does not "
+            "read (queries and keys lie in another order): get the Hugging Face safetensors of the "
+            "same model"
+        )
     config = _read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     generation_config = _read_json(generation) if generation.exists() else {}
@@ -186,7 +212,13 @@ def _find_tensors(folder: Path) -> dict[str, Tensor]:
     if (folder / SINGLE).exists():
         return _read_header(folder / SINGLE)
     if (folder / INDEX).exists():
-        return _read_sharded(folder / INDEX)
+        return _read_sharded(folder / INDEX, _read_header)
+    if (folder / TORCH_SINGLE).exists():
+        return _read_torch(folder / TORCH_SINGLE)
+    if (folder / TORCH_INDEX).exists():
+        return _read_sharded(folder / TORCH_INDEX, _read_torch)
+    if any(folder.glob(_OPENAI_SHARDS)):
+        return _read_openai(folder)
     others = sorted(p.name for p in folder.iterdir() if p.suffix in _OTHER_WEIGHTS)
     unknown = sorted(p.name for p in folder.glob("*.safetensors"))
     if others:
@@ -198,8 +230,16 @@ def _find_tensors(folder: Path) -> dict[str, Tensor]:
     raise ConvertError(f"{folder} has neither {SINGLE} nor {INDEX}{found}")
 
 
-def _read_sharded(index: Path) -> dict[str, Tensor]:
-    """Returns the tensors of all shards; index and shards must name the same ones."""
+def _read_sharded(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the tensors of all shards; index and shards must name the same ones.
+
+    Args:
+      index: the file that says which shard holds which tensor.
+      read: returns the tensors of one shard.
+
+    Raises:
+      ConvertError: index or shards are damaged, missing, or do not fit together.
+    """
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConvertError(f"{index} has no weight_map")
@@ -210,7 +250,7 @@ def _read_sharded(index: Path) -> dict[str, Tensor]:
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
         raise ConvertError(f"{index} names files that are missing: {listed(missing)}")
-    headers = {shard: _read_header(index.parent / shard) for shard in shards}
+    headers = {shard: read(index.parent / shard) for shard in shards}
     problems = [
         f"{name} is not in {shard}"
         for name, shard in sorted(weight_map.items())
@@ -225,6 +265,27 @@ def _read_sharded(index: Path) -> dict[str, Tensor]:
     if problems:
         raise ConvertError(f"{index} does not fit its files: {listed(problems)}")
     return {name: headers[shard][name] for name, shard in weight_map.items()}
+
+
+def _read_openai(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of all shards `model--00001-of-0000N.safetensors`."""
+    found = sorted(path.name for path in folder.glob(_OPENAI_SHARDS))
+    count = found[0].removesuffix(".safetensors")[-5:]
+    every = [
+        f"model--{i:05}-of-{count}.safetensors"
+        for i in range(1, 1 + (int(count) if count.isdigit() else 0))
+    ]
+    if found != every:
+        differ = sorted(set(found) ^ set(every))
+        raise ConvertError(f"{folder}: shards are missing or left over: {listed(differ)}")
+    tensors: dict[str, Tensor] = {}
+    for name in found:
+        header = _read_header(folder / name)
+        twice = sorted(set(header) & set(tensors))
+        if twice:
+            raise ConvertError(f"{folder / name} repeats tensors of another shard: {listed(twice)}")
+        tensors |= header
+    return tensors
 
 
 def _read_header(path: Path) -> dict[str, Tensor]:
@@ -257,3 +318,13 @@ def _read_header(path: Path) -> dict[str, Tensor]:
         )
         for name, entry in header.items()
     }
+
+
+def _read_torch(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of one file of torch's."""
+    tensors: dict[str, Tensor] = {}
+    offset = 0
+    for name, value in load_torch_file(path).items():
+        tensors[name] = Tensor(name, value.dtype, value.shape, path, offset, value.mapped)
+        offset += value.mapped.nbytes
+    return tensors

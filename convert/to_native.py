@@ -8,7 +8,8 @@ import jax
 
 from peagle_jax import checkpoint
 from peagle_jax.config import DrafterConfig, TargetConfig
-from peagle_jax.convert.drafters import drafter_plan, is_drafter
+from peagle_jax.convert.aux_ids import AuxConvention
+from peagle_jax.convert.drafters import Given, drafter_plan, is_drafter
 from peagle_jax.convert.errors import ConvertError
 from peagle_jax.convert.plan import Plan
 from peagle_jax.convert.source import Source, open_source
@@ -55,6 +56,8 @@ def to_native(
     dtype: str = "keep",
     target_layers: int | None = None,
     progress: bool = True,
+    aux_convention: AuxConvention | None = None,
+    mask_token_id: int | None = None,
 ) -> Conversion:
     """Converts a Hugging Face folder, a drafter's or a target's, to a native checkpoint.
 
@@ -62,19 +65,26 @@ def to_native(
     size and a few megabytes.
 
     Args:
-      source: folder with config.json and safetensors.
+      source: folder with config.json and safetensors, or torch's `.bin` files.
       destination: folder to make; it must not exist or be empty.
       dtype: "bfloat16", "float32", or "keep": bfloat16 if all weights are, else float32.
       target_layers: decoder blocks of a drafter's target, which a drafter needs whose config
         does not say at which boundaries it reads the target. Targets ignore it.
       progress: show a bar on standard error, if that is a terminal.
+      aux_convention: what the layer ids in a drafter's config count, where neither its format nor
+        the ids themselves say it: "boundary" (the input of layer id) or "layer_output". Targets
+        ignore it.
+      mask_token_id: a P-EAGLE head's mask token, where its config names none. Targets ignore it.
 
     Raises:
       ConvertError: the source is missing, damaged or not supported, or the destination exists
         or cannot be written.
     """
     opened = _open(source, destination)
-    plan = drafter_plan(opened, target_layers) if is_drafter(opened) else target_plan(opened)
+    if is_drafter(opened):
+        plan = drafter_plan(opened, Given(target_layers, aux_convention, mask_token_id))
+    else:
+        plan = target_plan(opened)
     return _convert(opened, Path(destination), plan, dtype, progress)
 
 
@@ -94,12 +104,14 @@ def convert_drafter(
     dtype: str = "keep",
     target_layers: int | None = None,
     progress: bool = True,
+    aux_convention: AuxConvention | None = None,
+    mask_token_id: int | None = None,
 ) -> Conversion:
     """Converts a drafter; as `to_native`, but a target's folder is an error."""
     opened = _open(source, destination)
     if not is_drafter(opened):
         raise ConvertError(f"{opened.folder} holds no P-EAGLE or EAGLE-3 head: no fc.weight")
-    plan = drafter_plan(opened, target_layers)
+    plan = drafter_plan(opened, Given(target_layers, aux_convention, mask_token_id))
     return _convert(opened, Path(destination), plan, dtype, progress)
 
 

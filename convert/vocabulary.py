@@ -7,11 +7,19 @@ from peagle_jax.convert.errors import ConvertError
 from peagle_jax.convert.source import Source
 
 
-def draft_to_target(source: Source, config: DrafterConfig) -> np.ndarray:
+def draft_to_target(
+    source: Source, config: DrafterConfig, unset_is_arange: bool = False
+) -> np.ndarray:
     """Reads and checks `d2t`, the offset of each draft id: target id = id + d2t[id].
 
     With `t2d` alone (true at the target ids that are drafted) the rows are in ascending order,
     as speculators makes them; without either, a full vocabulary maps to itself.
+
+    Args:
+      source: the drafter's folder.
+      config: its architecture.
+      unset_is_arange: the writer stores 0, 1, 2, ... as the `d2t` of a full vocabulary, which it
+        never reads (verl-SpeCo): as offsets they would name every other token.
 
     Returns:
       `[D]` int32 offsets.
@@ -24,7 +32,9 @@ def draft_to_target(source: Source, config: DrafterConfig) -> np.ndarray:
     rows = np.arange(size)
     mask = _t2d(source, size, vocab) if "t2d" in source.tensors else None
     if "d2t" in source.tensors:
-        ids = rows + _d2t(source, size)
+        offsets = _d2t(source, size)
+        unset = unset_is_arange and size == vocab and np.array_equal(offsets, rows)
+        ids = rows if unset else rows + offsets
     elif mask is not None:
         ids = np.flatnonzero(mask)
     elif size == vocab:

@@ -1,7 +1,8 @@
 """From tensors on disk to arrays in memory, one tensor at a time.
 
 The output arrays are allocated first; a tensor is read straight into its rows, or where its dtype
-changes, through a buffer of a few megabytes. So no more memory is needed than the output's.
+changes, through a buffer of a few megabytes. So no more memory is needed than the output's, and
+that of one FP8 tensor where there are any.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from peagle_jax.convert.errors import ConvertError, listed
 from peagle_jax.convert.plan import Plan, Slot
+from peagle_jax.convert.quantization import FP8, dequantise, scale_name, scale_problems
 from peagle_jax.convert.source import FLOATS, Source, Tensor
 
 _ALIGNMENT = 64  # bytes; JAX takes over a NumPy buffer without a copy only if aligned to this
@@ -34,20 +36,34 @@ def check_tensors(source: Source, plan: Plan) -> None:
     equal = {name: plan.slots[like] for name, like in plan.equal}
     slots = {**plan.slots, **equal}
     natives = plan.natives()
-    problems = [f"{name} is missing" for name in sorted(set(slots) - set(source.tensors))]
+    weights = {scale_name(tensor.name): tensor for tensor in _fp8_weights(source, plan)}
+    wanted = {*slots, *weights}
+    problems = [f"{name} is missing" for name in sorted(wanted - set(source.tensors))]
     for name, tensor in sorted(source.tensors.items()):
-        if name in slots:
-            problems += _misfit(tensor, slots[name], natives[slots[name].native])
+        if name in weights:
+            assert plan.block is not None
+            problems += scale_problems(tensor, weights[name], plan.block)
+        elif name in slots:
+            fp8 = plan.block is not None and name in plan.slots
+            problems += _misfit(tensor, slots[name], natives[slots[name].native], fp8)
         elif name not in plan.used:
             problems.append(f"{name} {tensor.shape} is unexpected")
     if problems:
         raise ConvertError(f"{source.folder}: tensors do not fit the config: {listed(problems)}")
 
 
-def _misfit(tensor: Tensor, slot: Slot, native: jax.ShapeDtypeStruct) -> list[str]:
-    allowed = ("U8",) if native.dtype == np.uint8 else FLOATS
+def _fp8_weights(source: Source, plan: Plan) -> list[Tensor]:
+    """Returns the tensors to dequantise, none where the config says nothing of FP8."""
+    if plan.block is None:
+        return []
+    return [t for name, t in source.tensors.items() if name in plan.slots and t.dtype == FP8]
+
+
+def _misfit(tensor: Tensor, slot: Slot, native: jax.ShapeDtypeStruct, fp8: bool) -> list[str]:
+    allowed = ("U8",) if native.dtype == np.uint8 else (*FLOATS, FP8) if fp8 else FLOATS
     if tensor.dtype not in allowed:
-        return [f"{tensor.name} is {tensor.dtype}, expected {', '.join(allowed)}"]
+        hint = "; quantization_config says nothing of FP8 here" if tensor.dtype == FP8 else ""
+        return [f"{tensor.name} is {tensor.dtype}, expected {', '.join(allowed)}{hint}"]
     fits = tensor.size == slot.shape[0] if slot.any_shape else tensor.shape == slot.shape
     return [] if fits else [f"{tensor.name} is {tensor.shape}, expected {slot.shape}"]
 
@@ -58,8 +74,8 @@ def stored_dtype(source: Source, plan: Plan, wanted: str) -> np.dtype:
     Args:
       source: the tensors.
       plan: which of them are stored.
-      wanted: "bfloat16", "float32", or "keep", which is bfloat16 if every tensor is, else
-        float32 (float16 is no part of bfloat16).
+      wanted: "bfloat16", "float32", or "keep", which is bfloat16 if every tensor is, or is
+        quantised, else float32 (float16 is no part of bfloat16).
 
     Raises:
       ConvertError: `wanted` is none of these.
@@ -67,8 +83,8 @@ def stored_dtype(source: Source, plan: Plan, wanted: str) -> np.dtype:
     if wanted not in ("keep", "bfloat16", "float32"):
         raise ConvertError(f"dtype {wanted!r} is not keep, bfloat16 or float32")
     if wanted == "keep":
-        every = {source.tensors[name].dtype for name in plan.slots} - {"U8"}
-        wanted = "bfloat16" if every == {"BF16"} else "float32"
+        every = {source.tensors[name].dtype for name in plan.slots}
+        wanted = "bfloat16" if every <= {"BF16", "U8", FP8} else "float32"
     return np.dtype(ml_dtypes.bfloat16 if wanted == "bfloat16" else np.float32)
 
 
@@ -106,7 +122,11 @@ def read_arrays(
         for tensor in sorted(tensors, key=lambda t: (t.path, t.offset)):
             slot = plan.slots[tensor.name]
             view = slot.view(arrays[slot.native])
-            tensor.read_into(view)
+            if tensor.dtype == FP8:
+                assert plan.block is not None
+                dequantise(tensor, source.tensors[scale_name(tensor.name)], plan.block, view)
+            else:
+                tensor.read_into(view)
             if not _is_finite(view, is_scale=slot.native.endswith(".scales")):
                 problems.append(f"{tensor.name} holds NaN or infinity")
             bar.update(view.nbytes)

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from peagle_jax import checkpoint
 from peagle_jax.config import DrafterConfig, TargetConfig
-from peagle_jax.convert.drafters import drafter_plan, is_drafter
+from peagle_jax.convert.aux_ids import AuxConvention
+from peagle_jax.convert.drafters import Given, drafter_plan, is_drafter
 from peagle_jax.convert.source import open_source
 from peagle_jax.models import Drafter, Target
 
@@ -303,11 +304,16 @@ def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def parse_drafter(
-    folder: Path, config: Config, tensors: Tensors, target_layers: int | None = None
+    folder: Path,
+    config: Config,
+    tensors: Tensors,
+    target_layers: int | None = None,
+    aux_convention: AuxConvention | None = None,
+    mask_token_id: int | None = None,
 ) -> DrafterConfig:
     """Writes a head's folder and returns the config that it converts to."""
     source = open_source(write(folder, config, tensors))
     assert is_drafter(source)
-    parsed = drafter_plan(source, target_layers).config
+    parsed = drafter_plan(source, Given(target_layers, aux_convention, mask_token_id)).config
     assert isinstance(parsed, DrafterConfig)
     return parsed

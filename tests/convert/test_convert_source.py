@@ -68,7 +68,7 @@ def test_only_an_adapter(single: Path) -> None:
     refused(single, r"adapter_model\.safetensors is not named as a whole model")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.gguf"])
+@pytest.mark.parametrize("name", ["model.bin", "model.pth", "model.gguf"])
 def test_other_formats_are_named(name: str, single: Path) -> None:
     (single / "model.safetensors").rename(single / name)
     refused(single, rf"{name}.*does not read.*safetensors")
