@@ -39,6 +39,7 @@ _DTYPES: dict[str, np.dtype] = {
 }
 FLOATS = ("BF16", "F16", "F32")
 _CHUNK_BYTES = 16 << 20
+_TRANSPOSED_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Tensor:
             part = np.empty(out.shape[1:], self._numpy_dtype())
             for index in range(len(out)):
                 self._read_bytes(part.reshape(-1), index * part.size)
-                out[index] = part
+                _copy(part, out[index])
             return
         flat = out.reshape(-1)
         if self._numpy_dtype() == out.dtype:
@@ -142,6 +143,18 @@ class Tensor:
                     left = left[count:]
         except OSError as error:
             raise ConvertError(f"cannot read {self.path}: {error}") from error
+
+
+def _copy(values: np.ndarray, out: np.ndarray) -> None:
+    """Copies an array, cast to the dtype of `out`, whose axes lie in another order.
+
+    A few rows at a time, so that what is read and what is written fit a cache, and as integers,
+    because NumPy copies a value of a foreign dtype by a function call: ten times as fast.
+    """
+    bits = f"u{out.itemsize}"
+    for start in range(0, len(out), _TRANSPOSED_ROWS):
+        rows = slice(start, start + _TRANSPOSED_ROWS)
+        out[rows].view(bits)[...] = values[rows].astype(out.dtype, copy=False).view(bits)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """What is in a checkpoint, native or foreign, told without reading its weights."""
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from peagle_jax.config import DecoderConfig, DrafterConfig, MoEConfig, RopeConfi
 from peagle_jax.convert.drafters import Given, drafter_plan, is_drafter
 from peagle_jax.convert.source import Source, Tensor, open_source
 from peagle_jax.convert.targets import target_plan
-from peagle_jax.convert.weights import check_tensors, stored_dtype
-from peagle_jax.models.quantized import BLOCK, BLOCK_BYTES
+from peagle_jax.convert.weights import check_tensors, stored_dtype, weight_count
 
 Facts = dict[str, Any]
 
@@ -81,7 +79,7 @@ def summarise(folder: Path, given: Given) -> Summary:
         **_decoder_facts(config),
         **(_target_facts(config) if isinstance(config, TargetConfig) else _head_facts(config)),
         "dtype": str(dtype),
-        "parameters": sum(_weights(name, a) for name, a in arrays.items()),
+        "parameters": sum(weight_count(name, a) for name, a in arrays.items()),
         "bytes": sum(t.nbytes for t in tensors),
         "tensors": len(tensors),
     }
@@ -101,15 +99,6 @@ def _of_array(name: str, array: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> Store
 
 def _of_tensor(tensor: Tensor) -> Stored:
     return Stored(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes)
-
-
-def _weights(name: str, array: jax.ShapeDtypeStruct) -> int:
-    """Returns how many weights an array holds, however they are packed."""
-    if array.dtype == jnp.int32:  # ids
-        return 0
-    if array.dtype != jnp.uint8:
-        return array.size
-    return math.prod(array.shape) // BLOCK_BYTES * BLOCK if name.endswith(".blocks") else 0
 
 
 def _target_facts(config: TargetConfig) -> Facts:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import jax
+from tqdm import tqdm
 
 from peagle_jax import checkpoint
 from peagle_jax.config import DrafterConfig, TargetConfig
@@ -14,7 +15,13 @@ from peagle_jax.convert.errors import ConvertError
 from peagle_jax.convert.plan import Plan
 from peagle_jax.convert.source import Source, open_source
 from peagle_jax.convert.targets import target_plan
-from peagle_jax.convert.weights import check_tensors, read_arrays, stored_dtype
+from peagle_jax.convert.weights import (
+    array_bytes,
+    check_tensors,
+    read_arrays,
+    stored_dtype,
+    weight_count,
+)
 
 Folder = str | os.PathLike[str]
 
@@ -39,7 +46,7 @@ class Conversion:
       path: the native checkpoint.
       config: its architecture.
       dtype: of its floating arrays.
-      parameters: number of weights.
+      parameters: number of weights, however they are packed.
       array_bytes: size of all arrays in memory.
     """
 
@@ -130,16 +137,25 @@ def _convert(
     with jax.default_device(jax.devices("cpu")[0]):
         check_tensors(source, plan)
         stored = stored_dtype(source, plan, dtype)
-        arrays = read_arrays(source, plan, stored, progress)
-        try:
-            checkpoint.save(destination, plan.config, arrays, _tokenizer_files(source.folder))
-        except checkpoint.CheckpointError as error:
-            raise ConvertError(str(error)) from error
+        with tqdm(
+            total=array_bytes(plan, stored),
+            desc=f"Reading {source.folder.name}",
+            unit="B",
+            unit_scale=True,
+            disable=None if progress else True,
+        ) as bar:
+            arrays = read_arrays(source, plan, stored, bar.update)
+            bar.set_description(f"Writing {destination.name}")
+            try:
+                checkpoint.save(destination, plan.config, arrays, _tokenizer_files(source.folder))
+            except checkpoint.CheckpointError as error:
+                raise ConvertError(str(error)) from error
+            bar.set_description(f"Converted {source.folder.name}")
     return Conversion(
         path=destination,
         config=plan.config,
         dtype=str(stored),
-        parameters=sum(a.size for name, a in arrays.items() if name not in plan.given),
+        parameters=sum(weight_count(name, a) for name, a in arrays.items()),
         array_bytes=sum(a.nbytes for a in arrays.values()),
     )
 

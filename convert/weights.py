@@ -2,20 +2,20 @@
 
 The output arrays are allocated first; a tensor is read straight into its rows, or where its dtype
 changes, through a buffer of a few megabytes. So no more memory is needed than the output's, and
-that of one FP8 tensor where there are any.
+that of one FP8 tensor, or of one expert whose axes the source has in another order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import ml_dtypes
 import numpy as np
-from tqdm import tqdm
 
 from peagle_jax.convert.errors import ConvertError, listed
 from peagle_jax.convert.plan import Plan, Slot
 from peagle_jax.convert.quantization import FP8, dequantise, scale_name, scale_problems
 from peagle_jax.convert.source import FLOATS, Source, Tensor
+from peagle_jax.models.quantized import BLOCK, BLOCK_BYTES
 
 _ALIGNMENT = 64  # bytes; JAX takes over a NumPy buffer without a copy only if aligned to this
 _CHECK_ELEMENTS = 1 << 20
@@ -88,8 +88,30 @@ def stored_dtype(source: Source, plan: Plan, wanted: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if wanted == "bfloat16" else np.float32)
 
 
+def weight_count(name: str, array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Returns how many weights a native array holds, however they are packed.
+
+    Ids are no weights, nor are the scales of packed ones.
+    """
+    if array.dtype == np.int32:
+        return 0
+    if array.dtype != np.uint8:
+        return array.size
+    return array.size // BLOCK_BYTES * BLOCK if name.endswith(".blocks") else 0
+
+
+def array_bytes(plan: Plan, dtype: np.dtype) -> int:
+    """Returns the size of the arrays that `read_arrays` reads."""
+    return sum(a.size * _stored(a, dtype).itemsize for a in plan.natives().values())
+
+
+def _stored(native: jax.ShapeDtypeStruct, dtype: np.dtype) -> np.dtype:
+    """Returns the dtype of an array where floating ones have `dtype`."""
+    return np.dtype(np.uint8) if native.dtype == np.uint8 else dtype
+
+
 def read_arrays(
-    source: Source, plan: Plan, dtype: np.dtype, progress: bool
+    source: Source, plan: Plan, dtype: np.dtype, update: Callable[[int], object]
 ) -> dict[str, jax.Array]:
     """Reads every tensor into its place.
 
@@ -97,7 +119,7 @@ def read_arrays(
       source: the tensors, which `check_tensors` found to fit.
       plan: where they go.
       dtype: of the arrays.
-      progress: whether to show a bar on standard error, if that is a terminal.
+      update: is told how many more bytes of the arrays are filled, `array_bytes` in all.
 
     Returns:
       the native arrays by name, on the CPU.
@@ -107,29 +129,22 @@ def read_arrays(
         be equal, or cannot be read; it names them.
     """
     arrays = {
-        name: _empty(native.shape, np.dtype(np.uint8) if native.dtype == np.uint8 else dtype)
+        name: _empty(native.shape, _stored(native, dtype))
         for name, native in plan.natives().items()
     }
     tensors = [source.tensors[name] for name in plan.slots]
     problems = []
-    with tqdm(
-        total=sum(array.nbytes for array in arrays.values()),
-        desc=f"Converting {source.folder.name}",
-        unit="B",
-        unit_scale=True,
-        disable=None if progress else True,
-    ) as bar:
-        for tensor in sorted(tensors, key=lambda t: (t.path, t.offset)):
-            slot = plan.slots[tensor.name]
-            view = slot.view(arrays[slot.native])
-            if tensor.dtype == FP8:
-                assert plan.block is not None
-                dequantise(tensor, source.tensors[scale_name(tensor.name)], plan.block, view)
-            else:
-                tensor.read_into(view)
-            if not _is_finite(view, is_scale=slot.native.endswith(".scales")):
-                problems.append(f"{tensor.name} holds NaN or infinity")
-            bar.update(view.nbytes)
+    for tensor in sorted(tensors, key=lambda t: (t.path, t.offset)):
+        slot = plan.slots[tensor.name]
+        view = slot.view(arrays[slot.native])
+        if tensor.dtype == FP8:
+            assert plan.block is not None
+            dequantise(tensor, source.tensors[scale_name(tensor.name)], plan.block, view)
+        else:
+            tensor.read_into(view)
+        if not _is_finite(view, is_scale=slot.native.endswith(".scales")):
+            problems.append(f"{tensor.name} holds NaN or infinity")
+        update(view.nbytes)
     if not problems:
         problems = [
             f"{name} differs from {like}, though tie_word_embeddings is true"
@@ -154,17 +169,16 @@ def _is_finite(view: np.ndarray, is_scale: bool) -> bool:
     Without the sign bit, infinity and NaN are the largest bit patterns of bfloat16 and float32.
     MXFP4 has neither, but its scales have a NaN.
     """
-    parts = [view] if view.flags.c_contiguous else view  # else copied, one expert at a time
-    for values in parts:
-        bits = values.reshape(-1).view(f"u{values.itemsize}")
-        for start in range(0, bits.size, _CHECK_ELEMENTS):
-            part = bits[start : start + _CHECK_ELEMENTS]
-            if values.dtype != np.uint8:
-                magnitude, infinity = _BITS[values.itemsize]
-                if (part & magnitude).max() >= infinity:
-                    return False
-            elif is_scale and part.max() == MXFP4_NAN_SCALE:
+    # In the order of memory no view of a slot is copied: its elements lie together.
+    bits = view.ravel(order="K").view(f"u{view.itemsize}")
+    for start in range(0, bits.size, _CHECK_ELEMENTS):
+        part = bits[start : start + _CHECK_ELEMENTS]
+        if view.dtype != np.uint8:
+            magnitude, infinity = _BITS[view.itemsize]
+            if (part & magnitude).max() >= infinity:
                 return False
+        elif is_scale and part.max() == MXFP4_NAN_SCALE:
+            return False
     return True
 
 

@@ -379,8 +379,3 @@ class DrafterConfig(DecoderConfig):
     def feature_size(self) -> int:
         """F, width of the concatenated aux hidden states of one target row."""
         return len(self.aux_boundaries) * self.target_hidden_size
-
-    @property
-    def max_draft_tokens(self) -> int | None:
-        """Most drafts one parallel pass may make; None where the checkpoint sets no limit."""
-        return 1 if self.mask_token_id is None else self.num_depths

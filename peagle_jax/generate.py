@@ -1,92 +1,43 @@
-"""`generate`: text in, text out, and how many passes of the target it took."""
+"""`generate` and `stream`: text in, text out, and how many passes of the target it took."""
 
 import dataclasses
 import numbers
-import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from peagle_jax.batch import Batch, PromptPrefix, read_prompt_prefix
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.decoding import (
+    AutoregressiveDraft,
     Generation,
     NoDraft,
     ParallelDraft,
     Proposer,
-    Request,
-    capacity_for,
-    generate_tokens,
 )
+from peagle_jax.detokenize import TextStream, decode
 from peagle_jax.load import LoadedDrafter, LoadedTarget, Source, load_drafter, load_target
-from peagle_jax.models import KVCache
-from peagle_jax.prompts import PromptError, Prompts, encode_prompts
+from peagle_jax.prompts import Prompt, PromptError, Prompts, encode_prompts
+from peagle_jax.results import (
+    Acceptance,
+    Completion,
+    GenerationResult,
+    Metrics,
+    Piece,
+    TokenLogprobs,
+)
+from peagle_jax.sampling_params import SamplingParams
+
+Drafting = Literal["auto", "parallel", "autoregressive"]
+DraftSampling = Literal["greedy", "sample"]
 
 # Drafts a round unless the caller or the head says otherwise.
 DEFAULT_SPECULATIVE_TOKENS = 5
-MIN_PROMPT_BUCKET = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """The answer to one prompt.
-
-    Attributes:
-      text: what the tokens say, without special tokens; None without a tokenizer.
-      token_ids: generated tokens, the ending EOS included.
-      finish_reason: "stop" at an EOS token, "length" at `max_new_tokens` or the context's end.
-      prompt_token_ids: what the target was given.
-    """
-
-    text: str | None
-    token_ids: list[int]
-    finish_reason: Literal["stop", "length"]
-    prompt_token_ids: list[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Metrics:
-    """What a call of `generate` cost, over all its prompts.
-
-    Attributes:
-      num_generated_tokens: tokens emitted. The first of each prompt comes from the prefill, the
-        others from rounds.
-      num_rounds: rounds (one draft, one verification), counted for each prompt by itself.
-      acceptance_length: tokens emitted per round, 1 + accepted drafts, between 1 and K + 1;
-        tokens cut off by an EOS or by `max_new_tokens` do not count. None without rounds.
-      acceptance_per_position: share of the rounds that accepted drafts 0..i, for each i < K
-        (unconditional, so its sum is `acceptance_length - 1`). Empty without rounds.
-      seconds: running time of the program, prefill included, compilation excluded.
-      tokens_per_second: `num_generated_tokens / seconds`.
-      compile_seconds: time spent compiling programs for new shapes.
-    """
-
-    num_generated_tokens: int
-    num_rounds: int
-    acceptance_length: float | None
-    acceptance_per_position: list[float]
-    seconds: float
-    tokens_per_second: float
-    compile_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationResult(Sequence[Completion]):
-    """Completions in the order of the prompts, and the metrics of the whole call."""
-
-    completions: list[Completion]
-    metrics: Metrics
-
-    def __getitem__(self, index: Any) -> Any:
-        """Returns the completion of the prompt at `index`."""
-        return self.completions[index]
-
-    def __len__(self) -> int:
-        """Returns the number of prompts."""
-        return len(self.completions)
+# Rounds between two looks for a stop string: few enough that little is generated in vain, many
+# enough that the looks cost little.
+STOP_STRING_ROUNDS = 16
 
 
 def generate(
@@ -94,13 +45,17 @@ def generate(
     prompts: Prompts,
     *,
     drafter: Source | LoadedDrafter | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     max_new_tokens: int = 256,
     num_speculative_tokens: int | None = None,
+    drafting: Drafting = "auto",
+    draft_sampling: DraftSampling = "greedy",
+    prefix: PromptPrefix | None = None,
     exact: bool = False,
     batch_size: int = 8,
     progress: bool = False,
 ) -> GenerationResult:
-    """Generates greedily. With a drafter the tokens are the same, in fewer passes of the target.
+    """Generates. With a drafter greedy tokens, and the law of sampled ones, are the same.
 
     Args:
       target: folder (native or Hugging Face), hub id, or what `load_target` returned.
@@ -108,15 +63,22 @@ def generate(
         applied) or of token-id lists.
       drafter: folder, hub id, or what `load_drafter` returned; None decodes plainly, through
         the same code.
+      sampling: for all prompts, or one for each; None is greedy.
       max_new_tokens: tokens to generate per prompt at most; the context's end ends it earlier.
       num_speculative_tokens: K, drafts per round; by default 5, or fewer if the head was
         trained for fewer.
+      drafting: "parallel" makes the K drafts in one pass (P-EAGLE), "autoregressive" in K
+        (EAGLE-3); "auto" is parallel for heads that have mask slots.
+      draft_sampling: "greedy" drafts what is most likely, "sample" draws drafts of sampled
+        answers at their temperature. The answers' law is the target's either way.
+      prefix: what `prefill` made of the tokens that all prompts begin with; the prompts are then
+        what follows, and strings are tokenized on their own.
       exact: plain decoding in the K + 1 row program that a drafter's verification runs. In
         exact arithmetic it changes nothing; in floating point, products of different row counts
         round differently, and a near tie of the top two logits may fall either way. With
-        `exact=True` plain and speculative tokens are equal bit for bit whatever the weights,
-        if both calls name the same `num_speculative_tokens`. It costs K + 1 rows per token. No
-        effect with a drafter.
+        `exact=True` plain and speculative greedy tokens are equal bit for bit whatever the
+        weights, if both calls name the same `num_speculative_tokens`. It costs K + 1 rows per
+        token. No effect with a drafter.
       batch_size: prompts that run together.
       progress: show a progress bar on standard error, if that is a terminal.
 
@@ -129,41 +91,113 @@ def generate(
       PromptError: a prompt is empty, too long for the context, or not text.
       ValueError: another argument is out of range.
     """
-    _check_at_least("max_new_tokens", max_new_tokens, 1)
     _check_at_least("batch_size", batch_size, 1)
-    if num_speculative_tokens is not None:
-        _check_at_least("num_speculative_tokens", num_speculative_tokens, 1)
-    if isinstance(target, LoadedDrafter) or isinstance(drafter, LoadedTarget):
-        raise ValueError("target and drafter are mixed up: give load_target(...) as target")
-    if not isinstance(target, LoadedTarget):
-        target = load_target(target)
-    if drafter is not None and not isinstance(drafter, LoadedDrafter):
-        drafter = load_drafter(drafter, target_layers=target.config.num_layers)
-    proposer = _proposer(target.config, drafter, num_speculative_tokens, exact)
-
-    encoded = encode_prompts(prompts, target.tokenizer, target.config.vocab_size)
-    context = target.config.max_position_embeddings
-    for index, ids in enumerate(encoded):
-        if len(ids) >= context:
-            raise PromptError(
-                f"prompt {index}: {len(ids)} tokens leave no room in the target's context of "
-                f"{context}; shorten it to at most {context - 1}"
-            )
-    batches = [encoded[i : i + batch_size] for i in range(0, len(encoded), batch_size)]
-    runs = []
-    with tqdm(total=len(encoded), unit="prompt", disable=None if progress else True) as bar:
-        for batch in batches:
-            run = run_batch(target, proposer, batch, max_new_tokens)
-            runs.append(run)
-            bar.update(len(batch))
-            bar.set_postfix_str(f"{_metrics([run], proposer).tokens_per_second:.1f} tok/s")
-    completions = [c for run in runs for c in _completions(target, run)]
-    return GenerationResult(completions, _metrics(runs, proposer))
+    job = _prepare(
+        target, prompts, drafter, sampling, max_new_tokens, num_speculative_tokens, drafting,
+        draft_sampling, prefix, exact,
+    )  # fmt: skip
+    completions: list[Completion] = []
+    batches: list[Batch] = []
+    rounds_of: list[np.ndarray] = []
+    with tqdm(total=len(job.prompts), unit="prompt", disable=None if progress else True) as bar:
+        for begin in range(0, len(job.prompts), batch_size):
+            answers = _Answers(job, slice(begin, begin + batch_size), as_stream=False)
+            for _ in answers.pieces(STOP_STRING_ROUNDS if answers.has_texts else None):
+                pass
+            completions += answers.completions
+            rounds_of += answers.rounds_of
+            batches.append(answers.batch)
+            bar.update(len(answers.completions))
+            speed = _metrics(batches, rounds_of, job.proposer).tokens_per_second
+            bar.set_postfix_str(f"{speed:.1f} tok/s")
+    return GenerationResult(completions, _metrics(batches, rounds_of, job.proposer))
 
 
-def make_proposer(drafter: LoadedDrafter, num_speculative_tokens: int) -> ParallelDraft:
+def stream(
+    target: Source | LoadedTarget,
+    prompts: Prompts,
+    *,
+    rounds_per_piece: int = 1,
+    drafter: Source | LoadedDrafter | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    max_new_tokens: int = 256,
+    num_speculative_tokens: int | None = None,
+    drafting: Drafting = "auto",
+    draft_sampling: DraftSampling = "greedy",
+    prefix: PromptPrefix | None = None,
+) -> Iterator[Piece]:
+    """Generates as `generate` does, and yields text as rounds complete.
+
+    The prompts run in one batch. The program is dispatched once for every `rounds_per_piece`
+    rounds, and goes on from donated state.
+
+    Args:
+      target: as for `generate`, and so are the others.
+      prompts: as for `generate`.
+      rounds_per_piece: rounds between two pieces of an answer.
+      drafter: as for `generate`.
+      sampling: as for `generate`.
+      max_new_tokens: as for `generate`.
+      num_speculative_tokens: as for `generate`.
+      drafting: as for `generate`.
+      draft_sampling: as for `generate`.
+      prefix: as for `generate`.
+
+    Yields:
+      pieces; an answer's last one holds its `Completion`. The texts of an answer's pieces are
+      together its text.
+
+    Raises:
+      as `generate`, before the first piece.
+    """
+    _check_at_least("rounds_per_piece", rounds_per_piece, 1)
+    job = _prepare(
+        target, prompts, drafter, sampling, max_new_tokens, num_speculative_tokens, drafting,
+        draft_sampling, prefix, exact=False,
+    )  # fmt: skip
+    return _Answers(job, slice(None), as_stream=True).pieces(rounds_per_piece)
+
+
+def prefill(
+    target: Source | LoadedTarget,
+    prompt: Prompt,
+    *,
+    drafter: Source | LoadedDrafter | None = None,
+) -> PromptPrefix:
+    """Reads what many prompts begin with, once.
+
+    Args:
+      target: as for `generate`.
+      prompt: a string, chat messages or token ids. Messages end where the assistant's turn opens.
+      drafter: as for `generate`; the prefix can only be used with the same one.
+
+    Raises:
+      as `generate`.
+    """
+    target, drafter = _load(target, drafter)
+    ids = encode_prompts([prompt], target.tokenizer, target.config.vocab_size)[0]
+    _check_room(0, len(ids), target.config.max_position_embeddings)
+    proposer: Proposer = NoDraft()
+    if drafter is not None:
+        check_pair(target.config, drafter.config)
+        proposer = make_proposer(drafter, 1)
+    return read_prompt_prefix(target, drafter, proposer, ids)
+
+
+def make_proposer(
+    drafter: LoadedDrafter,
+    num_speculative_tokens: int,
+    drafting: Drafting = "auto",
+    draft_sampling: DraftSampling = "greedy",
+) -> ParallelDraft | AutoregressiveDraft:
     """Returns the decoding program's proposer for a loaded drafter."""
-    return ParallelDraft(drafter.weights, num_speculative_tokens, drafter.config.aux_boundaries)
+    parallel = drafter.config.mask_token_id is not None and drafting != "autoregressive"
+    return (ParallelDraft if parallel else AutoregressiveDraft)(
+        drafter.weights,
+        num_speculative_tokens,
+        drafter.config.aux_boundaries,
+        draft_sampling == "sample",
+    )
 
 
 def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
@@ -190,24 +224,114 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A checked call: models, prompts as token ids (after the prefix), settings of each."""
+
+    target: LoadedTarget
+    proposer: Proposer
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    max_new_tokens: int
+    prefix: PromptPrefix | None
+
+
+def _prepare(
+    target: Source | LoadedTarget,
+    prompts: Prompts,
+    drafter: Source | LoadedDrafter | None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    max_new_tokens: int,
+    num_speculative_tokens: int | None,
+    drafting: Drafting,
+    draft_sampling: DraftSampling,
+    prefix: PromptPrefix | None,
+    exact: bool,
+) -> _Job:
+    """Loads what is not loaded, and finds everything that is wrong before anything runs."""
+    _check_at_least("max_new_tokens", max_new_tokens, 1)
+    if num_speculative_tokens is not None:
+        _check_at_least("num_speculative_tokens", num_speculative_tokens, 1)
+    _check_one_of("drafting", drafting, ("auto", "parallel", "autoregressive"))
+    _check_one_of("draft_sampling", draft_sampling, ("greedy", "sample"))
+    target, drafter = _load(target, drafter)
+    config = target.config
+    proposer = _proposer(config, drafter, num_speculative_tokens, drafting, draft_sampling, exact)
+    if prefix is not None and not (
+        prefix.target.weights is target.weights
+        and (prefix.drafter and prefix.drafter.weights) is (drafter and drafter.weights)
+    ):
+        raise ValueError("the prefix was made with another target or drafter: call prefill again")
+    encoded = encode_prompts(prompts, target.tokenizer, config.vocab_size)
+    known = len(prefix.token_ids) if prefix else 0
+    for index, ids in enumerate(encoded):
+        _check_room(index, known + len(ids), config.max_position_embeddings)
+    params = _params_of(sampling, len(encoded))
+    for each in params:
+        each.check_for(config.vocab_size, config.eos_token_ids)
+        if each.stop and target.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, which the target does not have")
+    return _Job(target, proposer, encoded, params, max_new_tokens, prefix)
+
+
+def _load(
+    target: Source | LoadedTarget, drafter: Source | LoadedDrafter | None
+) -> tuple[LoadedTarget, LoadedDrafter | None]:
+    if isinstance(target, LoadedDrafter) or isinstance(drafter, LoadedTarget):
+        raise ValueError("target and drafter are mixed up: give load_target(...) as target")
+    if not isinstance(target, LoadedTarget):
+        target = load_target(target)
+    if drafter is not None and not isinstance(drafter, LoadedDrafter):
+        drafter = load_drafter(drafter, target_layers=target.config.num_layers)
+    return target, drafter
+
+
+def _params_of(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, prompts: int
+) -> list[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * prompts
+    if not isinstance(sampling, Sequence) or not all(
+        isinstance(each, SamplingParams) for each in sampling
+    ):
+        raise ValueError("sampling must be SamplingParams, or a list of one for each prompt")
+    if len(sampling) != prompts:
+        raise ValueError(f"{len(sampling)} SamplingParams for {prompts} prompts")
+    return list(sampling)
+
+
 def _proposer(
-    target: TargetConfig, drafter: LoadedDrafter | None, wanted: int | None, exact: bool
+    target: TargetConfig,
+    drafter: LoadedDrafter | None,
+    wanted: int | None,
+    drafting: Drafting,
+    draft_sampling: DraftSampling,
+    exact: bool,
 ) -> Proposer:
     if drafter is None:
         return NoDraft((wanted or DEFAULT_SPECULATIVE_TOKENS) if exact else 0)
     check_pair(target, drafter.config)
-    most = drafter.config.max_draft_tokens
+    if drafting == "parallel" and drafter.config.mask_token_id is None:
+        raise ValueError(
+            "drafting='parallel' needs mask slots, and this is an EAGLE-3 head, which has none: "
+            "use drafting='autoregressive'"
+        )
+    most = None if drafting == "autoregressive" else drafter.config.num_depths
     drafts = wanted or min(DEFAULT_SPECULATIVE_TOKENS, most or DEFAULT_SPECULATIVE_TOKENS)
     if most is not None and drafts > most:
-        reason = (
-            f"it was trained for {most} drafts per pass"
-            if drafter.config.mask_token_id is not None
-            else "it is an EAGLE-3 head, without mask slots for parallel drafts"
-        )
         raise ValueError(
-            f"num_speculative_tokens {drafts} is more than the drafter allows: {reason}"
+            f"num_speculative_tokens {drafts} is more than the drafter allows: it was trained for "
+            f"{most} drafts per pass"
         )
-    return make_proposer(drafter, drafts)
+    return make_proposer(drafter, drafts, drafting, draft_sampling)
+
+
+def _check_room(index: int, length: int, context: int) -> None:
+    if length >= context:
+        raise PromptError(
+            f"prompt {index}: {length} tokens leave no room in the target's context of {context}; "
+            f"shorten it to at most {context - 1}"
+        )
 
 
 def _check_at_least(name: str, value: Any, least: int) -> None:
@@ -215,104 +339,133 @@ def _check_at_least(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchRun:
-    """One run of the program for one batch, with its outcome on the host.
+def _check_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+class _Answers:
+    """One batch from prompts to completions, with the stops that only the text shows.
 
     Attributes:
-      prompts: token ids given.
-      eos_ids: those of the target.
-      generation: the program's output; rows past the prompts only fill the bucket.
-      seconds: running time of the program, prefill included.
-      compile_seconds: time spent compiling it, 0 where it was compiled before.
+      batch: what runs on the device.
+      rounds_of: per answer, the round `[n]` that each of its tokens comes from.
     """
 
-    prompts: list[list[int]]
-    eos_ids: tuple[int, ...]
-    generation: Generation
-    seconds: float
-    compile_seconds: float
+    def __init__(self, job: _Job, part: slice, as_stream: bool):
+        self._job = job
+        self._params = job.params[part]
+        prompts = job.prompts[part]
+        self.batch = Batch(
+            job.target, job.proposer, prompts, self._params, job.max_new_tokens, job.prefix
+        )
+        tokenizer = job.target.tokenizer
+        self._texts = [
+            TextStream(tokenizer, p.stop, include_stop_str_in_output=p.include_stop_str_in_output)
+            if tokenizer is not None and (as_stream or p.stop)
+            else None
+            for p in self._params
+        ]
+        self._shown = [""] * len(prompts)
+        self._ends = [len(prompt) for prompt in self.batch.prompts]  # of the tokens looked at
+        self._completions: list[Completion | None] = [None] * len(prompts)
+        self.rounds_of = [np.zeros((0,), np.int32)] * len(prompts)
 
-    def new_tokens(self) -> Iterator[list[int]]:
-        """Yields each prompt's generated tokens."""
-        for row, prompt in enumerate(self.prompts):
-            stop = int(self.generation.lengths[row])
-            yield self.generation.tokens[row, len(prompt) : stop].tolist()
+    @property
+    def has_texts(self) -> bool:
+        """Whether texts have to be looked at while they grow."""
+        return any(text is not None for text in self._texts)
 
+    @property
+    def completions(self) -> list[Completion]:
+        """The answers that are complete."""
+        return [completion for completion in self._completions if completion is not None]
 
-def run_batch(
-    target: LoadedTarget, proposer: Proposer, prompts: list[list[int]], max_new_tokens: int
-) -> BatchRun:
-    """Pads a batch of checked prompts to its bucket and runs the program once."""
-    config = target.config
-    rows = _power_of_two(len(prompts))
-    length = _power_of_two(max(MIN_PROMPT_BUCKET, *map(len, prompts)))
-    tokens = np.zeros((rows, length), np.int32)
-    lengths = np.ones((rows,), np.int32)
-    budgets = np.zeros((rows,), np.int32)  # 0: rows that only fill the bucket are done at once
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-        lengths[row] = len(prompt)
-        budgets[row] = min(max_new_tokens, config.max_position_embeddings - len(prompt))
-    eos = np.asarray(config.eos_token_ids or (-1,), np.int32)
-    request = Request(*map(jnp.asarray, (tokens, lengths, budgets, eos)))
-    most = max(length, min(length + max_new_tokens, config.max_position_embeddings))
-    capacity = capacity_for(most, proposer.num_drafts)
-    dtype = target.weights.merge().embedding[...].dtype
-    caches = (
-        KVCache.zeros(config, rows, capacity, dtype, block=proposer.num_drafts + 1),
-        proposer.new_cache(rows, capacity, dtype),
-    )
+    def pieces(self, rounds: int | None) -> Iterator[Piece]:
+        """Runs until all answers are complete, looking at them every so many rounds."""
+        while None in self._completions:
+            generation = self.batch.run(rounds)
+            pieces = [
+                self._look(row, generation)
+                for row, completion in enumerate(self._completions)
+                if completion is None
+            ]
+            cut = [p.index for p in pieces if p.completion and not generation.done[p.index]]
+            if cut:
+                self.batch.stop(cut)
+            for piece in pieces:
+                if piece.completion or piece.text or piece.token_ids:
+                    yield piece
 
-    started = time.perf_counter()
-    program = _compiled(target, proposer, request, *caches, capacity=capacity)
-    compiled = time.perf_counter()
-    generation, *_ = program(target.weights, proposer, request, *caches)
-    generation = jax.device_get(generation)
-    finished = time.perf_counter()
-    return BatchRun(
-        prompts, config.eos_token_ids, generation, finished - compiled, compiled - started
-    )
-
-
-_programs: dict[Hashable, Any] = {}
-
-
-def _compiled(target: LoadedTarget, *arguments: Any, capacity: int) -> Any:
-    """Returns the program for the shapes of these arguments, compiled at its first use."""
-    leaves, structure = jax.tree.flatten((target.weights, *arguments))
-    key = (structure, capacity, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-    if key not in _programs:
-        lowered = generate_tokens.lower(target.weights, *arguments, capacity=capacity)
-        _programs[key] = lowered.compile()
-    return _programs[key]
-
-
-def _completions(target: LoadedTarget, run: BatchRun) -> Iterator[Completion]:
-    for prompt, ids in zip(run.prompts, run.new_tokens(), strict=True):
+    def _look(self, row: int, generation: Generation) -> Piece:
+        """Takes a row's new tokens, and completes its answer if they end it."""
+        stream, begin = self._texts[row], self._ends[row]
+        new = generation.tokens[row, begin : int(generation.lengths[row])].tolist()
         text = None
-        if target.tokenizer is not None:
-            text = target.tokenizer.decode(ids, skip_special_tokens=True)
-        yield Completion(text, ids, "stop" if ids[-1] in run.eos_ids else "length", prompt)
+        if stream is not None:
+            before = stream.num_tokens
+            text = stream.feed(new)
+            new = new[: stream.num_tokens - before]
+        self._ends[row] += len(new)
+        ended = bool(generation.done[row]) or (stream is not None and stream.stopped is not None)
+        if stream is not None:
+            text = (text or "") + (stream.finish() if ended else "")
+            self._shown[row] += text
+        if ended:
+            self._completions[row] = self._complete(row, generation)
+        return Piece(row, text, new, self._completions[row])
+
+    def _complete(self, row: int, generation: Generation) -> Completion:
+        """Returns the answer of a row whose tokens have all been looked at."""
+        prompt, params, stream = self.batch.prompts[row], self._params[row], self._texts[row]
+        made = slice(len(prompt), self._ends[row])
+        ids = generation.tokens[row, made].tolist()
+        tokenizer = self._job.target.tokenizer
+        text = None if tokenizer is None else self._shown[row]
+        if stream is None and tokenizer is not None:
+            text = decode(tokenizer, ids)
+        reason: int | str | None = stream.stopped if stream else None
+        if reason is None and ids[-1] in params.stop_ids(self._job.target.config.eos_token_ids):
+            reason = ids[-1]
+        self.rounds_of[row] = np.asarray(generation.emitted_in[row, made])
+        return Completion(
+            text=text,
+            token_ids=ids,
+            finish_reason="length" if reason is None else "stop",
+            stop_reason=reason,
+            prompt_token_ids=prompt,
+            logprobs=_logprobs(generation, row, made, params.logprobs),
+            acceptance=Acceptance.of([self.rounds_of[row]], self._job.proposer.num_drafts),
+        )
 
 
-def _metrics(runs: list[BatchRun], proposer: Proposer) -> Metrics:
-    generated = sum(len(ids) for run in runs for ids in run.new_tokens())
-    rounds = sum(int(run.generation.active_rounds.sum()) for run in runs)
-    per_position = np.zeros((proposer.num_drafts,), np.int64)
-    for run in runs:
-        per_position += run.generation.accepted_per_position.sum(axis=0)
-    seconds = sum(run.seconds for run in runs)
-    return Metrics(
-        num_generated_tokens=generated,
-        num_rounds=rounds,
-        acceptance_length=1 + float(per_position.sum()) / rounds if rounds else None,
-        acceptance_per_position=[float(n) / rounds for n in per_position] if rounds else [],
-        seconds=seconds,
-        tokens_per_second=generated / seconds,
-        compile_seconds=sum(run.compile_seconds for run in runs),
+def _logprobs(
+    generation: Generation, row: int, made: slice, count: int | None
+) -> list[TokenLogprobs] | None:
+    if count is None:
+        return None
+    kept = generation.logprobs
+    assert kept is not None
+    columns = (
+        generation.tokens[row, made].tolist(),
+        kept.chosen[row, made].tolist(),
+        kept.top_ids[row, made, :count].tolist(),
+        kept.top[row, made, :count].tolist(),
     )
+    return [
+        TokenLogprobs(token, own, list(zip(ids, top, strict=True)))
+        for token, own, ids, top in zip(*columns, strict=True)
+    ]
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+def _metrics(
+    batches: Sequence[Batch], rounds_of: Sequence[np.ndarray], proposer: Proposer
+) -> Metrics:
+    seconds = sum(batch.seconds for batch in batches)
+    return Metrics.of(
+        rounds_of,
+        proposer.num_drafts,
+        seconds=seconds,
+        tokens_per_second=sum(map(len, rounds_of)) / seconds,
+        compile_seconds=sum(batch.compile_seconds for batch in batches),
+    )

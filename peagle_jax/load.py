@@ -15,8 +15,12 @@ from peagle_jax import checkpoint
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.models import Drafter, Frozen, Target
 
-# What a hub repository is downloaded for: weights, configs and tokenizer.
+# What a hub repository is downloaded for: weights, configs and tokenizer. Stars match slashes too.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*merges.txt", "params/**")
+# Torch's files hold the same weights, so they are wanted only where there are no safetensors.
+HUB_TORCH_PATTERNS = ("pytorch_model*.bin",)
+# Where GPT-OSS and Llama repositories keep the whole model once more, in other formats.
+HUB_COPIES = ("original/*", "metal/*")
 
 
 Source = str | os.PathLike[str]
@@ -147,8 +151,15 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    def fetch(*patterns: str) -> Path:
+        wanted, copies = list(patterns), list(HUB_COPIES)
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=copies))
+
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_PATTERNS)))
+        folder = fetch(*HUB_PATTERNS)
+        if any(folder.glob("*.safetensors")) or checkpoint.is_native(folder):
+            return folder
+        return fetch(*HUB_PATTERNS, *HUB_TORCH_PATTERNS)  # what is there is not fetched again
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise LoadError(

@@ -284,9 +284,6 @@ def test_values_at_the_edge_are_allowed() -> None:
 
 def test_what_a_drafter_derives() -> None:
     assert DRAFTER.feature_size == 3 * 32
-    assert DRAFTER.max_draft_tokens == 8
-    assert dataclasses.replace(DRAFTER, num_depths=None).max_draft_tokens is None
-    assert dataclasses.replace(DRAFTER, mask_token_id=None).max_draft_tokens == 1
 
 
 @pytest.mark.parametrize(

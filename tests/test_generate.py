@@ -113,15 +113,16 @@ def test_exact_is_bit_equal_to_drafting(target: LoadedTarget, drafter: LoadedDra
     assert exact.metrics.acceptance_length == 1.0
 
 
-def test_eagle3_head_drafts_one_token(target: LoadedTarget) -> None:
-    """Without mask slots a head can make one draft a pass, and no more."""
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+def test_eagle3_head_drafts_one_after_the_other(target: LoadedTarget, num_drafts: int) -> None:
     head = random_drafter(dataclasses.replace(DRAFTER, mask_token_id=None))
+    options: dict[str, Any] = {"max_new_tokens": 20, "num_speculative_tokens": num_drafts}
     plain = peagle_jax.generate(target, PROMPTS, max_new_tokens=20)
-    drafted = peagle_jax.generate(target, PROMPTS, drafter=head, max_new_tokens=20)
+    drafted = peagle_jax.generate(target, PROMPTS, drafter=head, **options)
     assert tokens(plain) == tokens(drafted)
-    assert len(drafted.metrics.acceptance_per_position) == 1
+    assert len(drafted.metrics.acceptance_per_position) == num_drafts
     with pytest.raises(ValueError, match="EAGLE-3 head"):
-        peagle_jax.generate(target, PROMPTS, drafter=head, num_speculative_tokens=2)
+        peagle_jax.generate(target, PROMPTS, drafter=head, drafting="parallel")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_bad_input_is_one_error_before_compilation(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys.modules["peagle_jax.generate"], "_compiled", None)
+    monkeypatch.setattr(sys.modules["peagle_jax.batch"], "_compiled", None)
     call = {"target": target, "prompts": [[5]], "drafter": drafter, **arguments}
     with pytest.raises(ValueError) as error:
         peagle_jax.generate(call.pop("target"), call.pop("prompts"), **call)

@@ -219,13 +219,34 @@ class Hub:
 
     def __init__(self, answer: Path | Exception):
         self.answer = answer
-        self.calls: list[tuple[str, list[str]]] = []
+        self.calls: list[str] = []
 
-    def __call__(self, repo_id: str, *, allow_patterns: list[str]) -> str:
-        self.calls.append((repo_id, allow_patterns))
+    def __call__(self, repo_id: str, **patterns: list[str]) -> str:
+        self.calls.append(repo_id)
         if isinstance(self.answer, Exception):
             raise self.answer
         return str(self.answer)
+
+
+class Repository:
+    """Stands in for `snapshot_download` of a repository, which fetches what is not there yet."""
+
+    def __init__(self, files: dict[str, bytes], snapshot: Path):
+        self.files, self.snapshot = files, snapshot
+        self.fetched: list[str] = []
+
+    def __call__(
+        self, repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        for name in filter_repo_objects(
+            self.files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        ):
+            path = self.snapshot / name
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(self.files[name])
+                self.fetched.append(name)
+        return str(self.snapshot)
 
 
 def test_a_hub_id_is_downloaded(
@@ -238,8 +259,73 @@ def test_a_hub_id_is_downloaded(
     assert bits(loaded) == bits(peagle_jax.load_target(source))
     hub.answer = native
     assert peagle_jax.load_target("somebody/native").path == native
-    assert [name for name, _ in hub.calls] == ["somebody/model", "somebody/native"]
+    assert hub.calls == ["somebody/model", "somebody/native"]
     assert conversions == [source]
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    """The target as GPT-OSS and Llama are published: the whole model in several formats."""
+    files = {path.name: path.read_bytes() for path in HF_TARGET.iterdir()}
+    copies = (
+        "original/model.safetensors",
+        "original/config.json",
+        "original/dtypes.json",
+        "original/consolidated.00.pth",
+        "metal/model.bin",
+        "metal/config.json",
+        "onnx/pytorch_model.bin",
+        "pytorch_model.bin",
+        "training_args.bin",
+        "README.md",
+    )
+    published = Repository(files | dict.fromkeys(copies, b"{}"), tmp_path / "snapshot")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", published)
+    return published
+
+
+def test_safetensors_go_before_every_other_copy(repository: Repository) -> None:
+    peagle_jax.load_target("somebody/model")
+    wanted = {"config.json", "generation_config.json", "model.safetensors"}
+    assert sorted(repository.fetched) == sorted(wanted & set(repository.files))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_torch_files_are_fetched_only_without_safetensors(
+    shards: int, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["pytorch_model.bin"]
+    if shards == 2:
+        files = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+        names = [*files, "pytorch_model.bin.index.json"]
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        del repository.files[name]
+    repository.files |= dict.fromkeys(names, b"{}")
+    read = []
+
+    def convert_target(folder: Path, destination: Path) -> None:
+        read.append({path.name for path in folder.iterdir()})
+        convert.to_native(HF_TARGET, destination, progress=False)
+
+    monkeypatch.setattr(convert, "convert_target", convert_target)
+    for _ in range(2):
+        peagle_jax.load_target("somebody/model")
+    (there,) = read
+    assert set(names) <= there
+    assert "training_args.bin" not in there and not any(
+        name.startswith(("original", "metal", "onnx")) for name in repository.fetched
+    )
+    assert len(repository.fetched) == len(set(repository.fetched)) == len(there)
+
+
+def test_a_native_repository_is_fetched_whole(
+    native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: (native / name).read_bytes() for name in everything(native)}
+    published = Repository(files, tmp_path / "snapshot")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", published)
+    assert peagle_jax.load_target("somebody/native").path == published.snapshot
+    assert sorted(published.fetched) == sorted(files)
 
 
 def test_a_folder_goes_before_the_hub(

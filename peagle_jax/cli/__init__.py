@@ -3,6 +3,7 @@
 import click
 
 from peagle_jax.cli.generate import generate
+from peagle_jax.cli.plan import plan
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -12,3 +13,4 @@ def main() -> None:
 
 
 main.add_command(generate)
+main.add_command(plan)

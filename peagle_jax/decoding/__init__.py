@@ -1,15 +1,42 @@
 """The decoding program: token ids and arrays in, token ids and arrays out."""
 
-from peagle_jax.decoding.draft import NoDraft, ParallelDraft, Proposer, ScriptedDraft
-from peagle_jax.decoding.program import Generation, Request, capacity_for, generate_tokens
+from peagle_jax.decoding.draft import (
+    AutoregressiveDraft,
+    NoDraft,
+    ParallelDraft,
+    Proposer,
+    ScriptedDraft,
+)
+from peagle_jax.decoding.program import (
+    Generation,
+    Logprobs,
+    Prefix,
+    Request,
+    State,
+    capacity_for,
+    continue_generation,
+    generate_tokens,
+    prefill_rows,
+    read_prefix,
+)
+from peagle_jax.decoding.sampling import Penalties, Sampling
 
 __all__ = [
+    "AutoregressiveDraft",
     "Generation",
+    "Logprobs",
     "NoDraft",
     "ParallelDraft",
+    "Penalties",
+    "Prefix",
     "Proposer",
     "Request",
+    "Sampling",
     "ScriptedDraft",
+    "State",
     "capacity_for",
+    "continue_generation",
     "generate_tokens",
+    "prefill_rows",
+    "read_prefix",
 ]

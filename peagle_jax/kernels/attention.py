@@ -1,12 +1,15 @@
 """Grouped-query attention of a block of query rows over a KV cache (XLA reference)."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
-# Query rows per piece of a long prefill: it bounds the scores to [B, N, QUERY_CHUNK, S].
-QUERY_CHUNK = 1024
+# A long prefill is cut into pieces of query rows, so that each reads only the keys that it sees,
+PIECE_ROWS = 1024
+# and a piece into blocks whose float32 scores [B, N, T, S] take no more than this.
+SCORE_BYTES = 1 << 28
 
 
 def attention(
@@ -14,48 +17,79 @@ def attention(
     keys: jax.Array,
     values: jax.Array,
     positions: jax.Array,
+    held: jax.Array,
     window: int | None = None,
     sinks: jax.Array | None = None,
-    prefill: bool = False,
+    own: bool = False,
 ) -> jax.Array:
-    """Causal attention over a cache, which is a ring where there is a window.
+    """Causal attention, where positions say which row sees which key.
 
-    A row at position p sees the positions up to p, and with a window only those after
-    p - window. Without one, slot s holds position s. With one, position p lies in slot p % S,
-    and the newest one written is that of the last row. What lies in slots that a row does not
-    see has no influence as long as it is finite.
+    A row at position p sees the keys at positions 0..p, and with a window only those after
+    p - window. A key that no row sees has no influence as long as it is finite.
 
     Args:
       queries: `[B, T, N, D]`.
       keys: `[B, N_kv, S, D]`; query head n reads KV head `n // (N / N_kv)`.
       values: `[B, N_kv, S, D]`.
-      positions: `[B, T]` int32, consecutive in each sequence.
+      positions: `[B, T]` int32.
+      held: `[S]` or `[B, S]` int32, the keys' positions; negative for an empty slot.
       window: positions that a row sees, itself included; None for all.
       sinks: `[N]`, one logit per query head that takes part in the softmax and has no value.
-      prefill: keys and values are those of the rows themselves, which stand at 0..T-1.
+      own: the keys are those of the rows, in their order (S = T).
 
     Returns:
       `[B, T, N, D]` in the dtype of `queries`; scores and softmax are float32, scaled by
       `D ** -0.5`.
     """
-
-    def rows(start: int, stop: int) -> jax.Array:
-        first, end = 0, keys.shape[2]
-        if prefill:  # what no row of the piece sees is not read
-            first, end = max(0, start + 1 - window) if window else 0, stop
-        held, at = jnp.arange(first, end), positions[:, start:stop, None]  # [S], [B, T, 1]
-        if window and not prefill:
-            newest = positions[:, -1:, None]  # [B, 1, 1]
-            held = newest - (newest - held) % end  # [B, 1, S]
-        mask = held <= at  # [B, T, S]
-        if window:
-            mask &= (held > at - window) & (held >= 0)
-        piece = (queries[:, start:stop], keys[:, :, first:end], values[:, :, first:end])
-        return masked_attention(*piece, mask, sinks)
-
     length = queries.shape[1]
-    pieces = [rows(i, min(i + QUERY_CHUNK, length)) for i in range(0, length, QUERY_CHUNK)]
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+    out: list[jax.Array] = []
+    for start in range(0, length, PIECE_ROWS):
+        stop = min(start + PIECE_ROWS, length)
+        first, end = 0, keys.shape[2]
+        if own:  # what no row of the piece sees is not read
+            first, end = max(0, start + 1 - window) if window else 0, stop
+        if out:  # one after the other, else XLA keeps the scores of all
+            out[-1], queries = jax.lax.optimization_barrier((out[-1], queries))
+        rows = queries[:, start:stop], positions[:, start:stop]
+        seen = keys[:, :, first:end], values[:, :, first:end], held[..., first:end]
+        out.append(_in_blocks(*rows, *seen, window, sinks))
+    return out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)
+
+
+def _in_blocks(
+    queries: jax.Array,
+    positions: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    held: jax.Array,
+    window: int | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Attention of one piece, in blocks of rows whose scores are not too large."""
+
+    def block(queries: jax.Array, positions: jax.Array) -> jax.Array:
+        key, row = held[..., None, :], positions[..., None]  # [1 or B, 1, S], [B, T, 1]
+        mask = (key >= 0) & (key <= row)  # [B, T, S]
+        if window:
+            mask &= key > row - window
+        return masked_attention(queries, keys, values, mask, sinks)
+
+    batch, length, heads, _ = queries.shape
+    size = block_rows(length, batch * heads * keys.shape[2])
+    if size == length:
+        return block(queries, positions)
+
+    def cut(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [blocks, B, size, ...]
+        return x.reshape(batch, -1, size, *x.shape[2:]).swapaxes(0, 1)
+
+    out = jax.lax.map(lambda rows: block(*rows), (cut(queries), cut(positions)))
+    return out.swapaxes(0, 1).reshape(queries.shape)
+
+
+def block_rows(length: int, scores_per_row: int) -> int:
+    """Returns the query rows of a block, a divisor of the piece's `length`."""
+    most = max(1, SCORE_BYTES // 4 // scores_per_row)
+    return length if length <= most else math.gcd(length, 1 << (most.bit_length() - 1))
 
 
 def masked_attention(

@@ -92,6 +92,20 @@ def _write_each(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Arra
     return cache
 
 
+def ring_positions(newest: jax.Array, slots: int) -> jax.Array:
+    """Returns the position that each slot of a ring holds.
+
+    Args:
+      newest: `[B]`, the last position written; -1 for none.
+      slots: S.
+
+    Returns:
+      `[B, S]` int32, negative where nothing was written.
+    """
+    last = newest[:, None]
+    return last - (last - jnp.arange(slots, dtype=jnp.int32)) % slots
+
+
 def write_ring(cache: jax.Array, rows: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
     """Writes consecutive rows of each sequence into one layer's ring.
 
@@ -104,25 +118,28 @@ def write_ring(cache: jax.Array, rows: jax.Array, start: jax.Array, count: jax.A
     Returns:
       `[B, N_kv, S, D]`.
     """
-    newest = (start + count - 1)[:, None]
-    held = newest - (newest - jnp.arange(cache.shape[2])) % cache.shape[2]  # [B, S]
-    row = held - start[:, None]
+    row = ring_positions(start + count - 1, cache.shape[2]) - start[:, None]  # [B, S]
     taken = jnp.take_along_axis(rows, jnp.maximum(row, 0)[:, None, :, None], axis=2)
     return jnp.where((row >= 0)[:, None, :, None], taken.astype(cache.dtype), cache)
 
 
-def cached(cache: KVCache, positions: jax.Array, prompt_lengths: jax.Array | None = None) -> Attend:
-    """Attention that writes its rows into the cache, then reads the cache.
+def cached(
+    cache: KVCache,
+    positions: jax.Array,
+    counts: jax.Array | None = None,
+    empty: bool = False,
+) -> Attend:
+    """Attention that writes its rows into the cache and sees what is cached, its rows included.
 
     Args:
       cache: the caches of all layers.
       positions: `[B, T]` int32, consecutive in each sequence.
-      prompt_lengths: `[B]` for a prefill: the rows are prompts of these lengths from position 0
-        on, padded at their ends, and the cache is empty.
+      counts: `[B]`, in a prefill, how many of each sequence's rows are of its prompt. None in a
+        round, where all count and rings have room for them (`KVCache.zeros(block=T)`).
+      empty: nothing was cached before (static; it only saves work).
     """
-    prefill = prompt_lengths is not None
-    start = positions[:, 0]
-    count = prompt_lengths if prefill else jnp.full_like(start, positions.shape[1])
+    start, length = positions[:, 0], positions.shape[1]
+    written = jnp.full_like(start, length) if counts is None else counts
 
     def attend(
         layer: int,
@@ -132,14 +149,25 @@ def cached(cache: KVCache, positions: jax.Array, prompt_lengths: jax.Array | Non
         window: int | None,
         sinks: jax.Array | None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        def write(kept: jax.Array, rows: jax.Array) -> jax.Array:
-            if window is None:
-                return write_rows(kept, rows, start)
-            return write_ring(kept, rows, start, count)
-
-        kept = write(cache.keys[layer], keys), write(cache.values[layer], values)
-        seen = (keys, values) if prefill else kept
-        out = attention(queries, *seen, positions, window, sinks, prefill)
+        before, own = (cache.keys[layer], cache.values[layer]), (keys, values)
+        slots = before[0].shape[2]
+        if window is None:
+            kept = tuple(write_rows(c, r, start) for c, r in zip(before, own, strict=True))
+        else:
+            kept = tuple(write_ring(c, r, start, written) for c, r in zip(before, own, strict=True))
+        if empty:
+            seen, held = own, positions
+        elif window is None:
+            seen, held = kept, jnp.arange(slots, dtype=jnp.int32)
+        elif counts is None:
+            seen, held = kept, ring_positions(start + length - 1, slots)
+        else:  # more rows than a ring has room for beside its window
+            seen = tuple(
+                jnp.concatenate([c, r.astype(c.dtype)], axis=2)
+                for c, r in zip(before, own, strict=True)
+            )
+            held = jnp.concatenate([ring_positions(start - 1, slots), positions], axis=1)
+        out = attention(queries, *seen, positions, held, window, sinks, own=empty)
         return out, kept
 
     return attend
@@ -165,3 +193,37 @@ def masked(masks: Sequence[jax.Array]) -> Attend:
         return masked_attention(queries, keys, values, masks[layer], sinks), (keys, values)
 
     return attend
+
+
+def spread(
+    cache: KVCache,
+    config: DecoderConfig,
+    length: int,
+    batch: int,
+    capacity: int,
+    block: int,
+) -> KVCache:
+    """Copies what one sequence's cache holds to every sequence of a batch.
+
+    Args:
+      cache: of batch 1.
+      config: sizes and windows.
+      length: positions that it holds, no more than `capacity`.
+      batch: as for `KVCache.zeros`.
+      capacity: as for `KVCache.zeros`.
+      block: as for `KVCache.zeros`.
+    """
+    empty = KVCache.zeros(config, batch, capacity, cache.keys[0].dtype, block)
+
+    def copied(window: int | None, old: jax.Array, new: jax.Array) -> jax.Array:
+        slots = new.shape[2]
+        if window is None:
+            at = jnp.minimum(jnp.arange(slots), old.shape[2] - 1)
+        else:  # positions that the old ring lost are out of every row's window
+            at = ring_positions(jnp.array([length - 1]), slots)[0] % old.shape[2]
+        return jnp.broadcast_to(jnp.take(old, at, axis=2), new.shape)
+
+    def each(old: tuple[jax.Array, ...], new: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(map(copied, config.sliding_windows, old, new))
+
+    return KVCache(each(cache.keys, empty.keys), each(cache.values, empty.values))

@@ -132,8 +132,19 @@ class Drafter(nnx.Module):
         head = self.lm_head[...] if self.config.own_lm_head else target.head
         return linear(self.final_norm(x), head).astype(jnp.float32)
 
+    def fed_back(self, x: jax.Array) -> jax.Array:
+        """Returns what an autoregressive step after residual streams `[..., H]` is fed for them."""
+        return self.final_norm(x) if self.config.norm_output else x
+
     def to_target_ids(self, draft_ids: jax.Array) -> jax.Array:
         """Maps ids of the draft vocabulary to the target's: `id + d2t[id]` (offsets)."""
         if self.config.draft_vocab_size == self.config.vocab_size:
             return draft_ids
         return draft_ids + self.d2t[...][draft_ids]
+
+    def over_target_ids(self, law: jax.Array) -> jax.Array:
+        """Spreads a law `[..., D_V]` over the target's ids, `[..., V]`."""
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return law
+        ids = self.to_target_ids(jnp.arange(self.config.draft_vocab_size))
+        return jnp.zeros((*law.shape[:-1], self.config.vocab_size), law.dtype).at[..., ids].set(law)

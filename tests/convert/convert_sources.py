@@ -4,6 +4,10 @@ What a native array must hold is written out here once more, independently of th
 """
 
 import json
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -295,6 +299,18 @@ def assert_identical(arrays: Tensors, expected: Tensors) -> None:
         got = arrays[name]
         assert (got.dtype, got.shape) == (value.dtype, value.shape), name
         assert got.tobytes() == value.tobytes(), name
+
+
+def run_python(program: str, *arguments: object) -> subprocess.Popen[str]:
+    """Starts a Python program on the CPU that imports what this process imports."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", textwrap.dedent(program), *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def without(values: dict[str, Any], *names: str) -> dict[str, Any]:

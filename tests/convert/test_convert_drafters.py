@@ -204,7 +204,7 @@ def test_eagle3_is_a_head_without_mask(tmp_path: Path) -> None:
     tensors = without(drafter_tensors(), "mask_hidden")
     parsed = parse_drafter(tmp_path, without(PEAGLE, "ptd_token_id"), tensors)
     assert parsed == dataclasses.replace(EXPECTED, mask_token_id=None, num_depths=None)
-    assert parsed.max_draft_tokens == 1
+    assert parsed.num_depths is None
 
 
 # What is shared with the target

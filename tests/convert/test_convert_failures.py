@@ -1,10 +1,6 @@
 """A full disk, a killed run and too little memory: what must hold when things go wrong."""
 
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ from convert_sources import (
     expected_target,
     random_bits,
     read_native,
+    run_python,
     target_tensors,
     write,
 )
@@ -23,18 +20,6 @@ from peagle_jax.config import TargetConfig
 from peagle_jax.convert import ConvertError, to_native
 
 TENSORS = target_tensors(LLAMA)
-
-
-def run_python(program: str, *arguments: object) -> subprocess.Popen[str]:
-    """Starts a Python program on the CPU that imports what this process imports."""
-    path = os.pathsep.join(p for p in sys.path if p)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", textwrap.dedent(program), *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.mark.parametrize(
@@ -60,37 +45,64 @@ def test_full_disk(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyP
     to_native(tmp_path / "hf", tmp_path / "out")
 
 
+# Ends itself as the system ends a process that is killed: nothing is cleaned up.
 KILLED = """
-    import pathlib, sys, time
+    import os, pathlib, signal, sys, threading
     from peagle_jax import checkpoint
-    from peagle_jax.convert import to_native
+    from peagle_jax.convert import source, to_native
+
+    folder, out, moment = sys.argv[1:]
+    models = pathlib.Path(out).parent
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    read_into, tensors = source.Tensor.read_into, []
+
+    def read_and_die(self, part):
+        read_into(self, part)
+        tensors.append(self)
+        if len(tensors) == 5:
+            die()
+
+    def die_at_the_first_bytes():
+        while not any(p.is_file() and p.stat().st_size for p in models.rglob("*")):
+            pass
+        die()
 
     save = checkpoint.ocp.save
 
-    def save_and_wait(*args):
+    def save_and_die(*args):
         save(*args)
-        print("written", flush=True)
-        time.sleep(600)
+        die()
 
-    checkpoint.ocp.save = save_and_wait
-    to_native(sys.argv[1], sys.argv[2])
+    if moment == "reading":
+        source.Tensor.read_into = read_and_die
+    elif moment == "writing":
+        threading.Thread(target=die_at_the_first_bytes, daemon=True).start()
+    else:
+        checkpoint.ocp.save = save_and_die
+    to_native(folder, out)
 """
 
 
-def test_a_killed_run_leaves_nothing_that_loads(tmp_path: Path) -> None:
-    source = write(tmp_path / "hf", LLAMA, TENSORS)
+@pytest.mark.parametrize("moment", ["reading", "writing", "written"])
+def test_a_killed_run_leaves_nothing_that_loads(moment: str, tmp_path: Path) -> None:
+    large = LLAMA | {"vocab_size": 40_000, "hidden_size": 512}
+    tensors = target_tensors(large, random_bits(0))
+    source = write(tmp_path / "hf", large, tensors)
     out = tmp_path / "models" / "out"
-    with run_python(KILLED, source, out) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "written\n"
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    out.parent.mkdir()
+    with run_python(KILLED, source, out, moment) as process:
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL, errors
     left = list(out.parent.iterdir())
-    assert left and not any(checkpoint.is_native(folder) for folder in left)
+    assert bool(left) == (moment != "reading")
+    assert not any(checkpoint.is_native(folder) for folder in left)
     with pytest.raises(checkpoint.CheckpointError):
         checkpoint.read_config(out, TargetConfig)
     to_native(source, out)
-    assert_identical(read_native(out, TargetConfig)[1], expected_target(TENSORS, 2))
+    assert_identical(read_native(out, TargetConfig)[1], expected_target(tensors, 2))
     assert list(out.parent.iterdir()) == [out]
 
 

@@ -71,7 +71,7 @@ def test_safeailab_head(tmp_path: Path) -> None:
     config, arrays = read_native(tmp_path / "out", DrafterConfig)
     assert_identical(arrays, expected_drafter(EAGLE3, 1, "midlayer"))
     assert config.aux_boundaries == (2, 16, 29)
-    assert (config.mask_token_id, config.max_draft_tokens) == (None, 1)
+    assert config.mask_token_id is None
     assert (config.own_embedding, config.own_lm_head) == (False, True)
     assert not config.norm_before_residual
     with pytest.raises(ConvertError, match=r"layer_ids is missing.*--target-layers"):

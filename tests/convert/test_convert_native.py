@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from convert_sources import (
     BF16,
+    GOLDEN,
     LLAMA,
     PEAGLE,
     QWEN3,
@@ -30,6 +31,8 @@ from peagle_jax import checkpoint
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.convert import ConvertError, convert_drafter, convert_target, to_native
 from peagle_jax.convert.cli import main
+from peagle_jax.convert.drafters import Given
+from peagle_jax.convert.summary import summarise
 
 TENSORS = target_tensors(LLAMA)
 
@@ -261,6 +264,14 @@ def test_without_a_tokenizer_nothing_is_copied(tmp_path: Path) -> None:
     (source / "tokenizer_config.json").write_text("{}")
     to_native(source, tmp_path / "out")
     assert not (tmp_path / "out" / "tokenizer").exists()
+
+
+@pytest.mark.parametrize("name", ["targets/gpt_oss_mxfp4", "targets/gpt_oss", "drafters/two_aux"])
+def test_parameters_are_counted_as_inspect_counts_them(name: str, tmp_path: Path) -> None:
+    """Of packed weights not the bytes, and of a head not the ids in d2t."""
+    done = to_native(GOLDEN / name, tmp_path / "out")
+    for folder in (GOLDEN / name, tmp_path / "out"):
+        assert summarise(folder, Given()).facts["parameters"] == done.parameters
 
 
 # The command

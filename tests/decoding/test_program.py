@@ -1,5 +1,6 @@
 """The decoding program is lossless, runs as one program, and keeps its caches right."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -10,13 +11,14 @@ from conftest import DRAFTER, random_drafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peagle_jax.acceptance import count_accepted
 from peagle_jax.decoding import (
-    Generation,
     NoDraft,
     ParallelDraft,
     Proposer,
     Request,
     ScriptedDraft,
+    State,
     capacity_for,
     generate_tokens,
 )
@@ -30,16 +32,34 @@ BUCKET, CAPACITY = 16, 128
 def make_request(
     prompts: Sequence[Sequence[int]], budgets: Sequence[int], eos: Sequence[int] = (-1, -1)
 ) -> Request:
-    tokens = np.zeros((len(prompts), BUCKET), np.int32)
+    tokens = np.zeros((len(prompts), CAPACITY), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     lengths = [len(p) for p in prompts]
-    return Request(*(jnp.asarray(x, jnp.int32) for x in (tokens, lengths, budgets, eos)))
+    arrays = (tokens, lengths, budgets, [list(eos)] * len(prompts))
+    return Request(*(jnp.asarray(x, jnp.int32) for x in arrays), sampling=None)
 
 
-def run(
-    target: LoadedTarget, proposer: Proposer, request: Request, filler: float = 0.0
-) -> tuple[Generation, KVCache, KVCache]:
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the program made, on the host."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    rounds: int
+    active_rounds: np.ndarray
+    accepted_per_position: np.ndarray
+
+    @classmethod
+    def of(cls, request: Request, state: State, num_drafts: int) -> "Outcome":
+        made = jax.device_get(state.generation)
+        spans = zip(made.emitted_in, request.lengths, made.lengths, strict=True)
+        counts = [count_accepted(row[int(a) : int(b)], num_drafts) for row, a, b in spans]
+        rounds, accepted = (np.stack(column) for column in zip(*counts, strict=True))
+        return cls(made.tokens, made.lengths, int(made.rounds), rounds, accepted)
+
+
+def start(target: LoadedTarget, proposer: Proposer, request: Request, filler: float = 0.0) -> State:
     """Runs the program on caches filled with `filler`."""
     batch = request.tokens.shape[0]
     caches = (
@@ -47,10 +67,18 @@ def run(
         proposer.new_cache(batch, CAPACITY, jnp.float32),
     )
     caches = jax.tree.map(lambda x: x + filler, caches)
-    return generate_tokens(target.weights, proposer, request, *caches, capacity=CAPACITY)
+    return generate_tokens(target.weights, proposer, request, *caches, prompt_rows=BUCKET)
 
 
-def new_tokens(request: Request, generation: Generation) -> list[list[int]]:
+def run(
+    target: LoadedTarget, proposer: Proposer, request: Request, filler: float = 0.0
+) -> tuple[Outcome, KVCache, KVCache]:
+    state = start(target, proposer, request, filler)
+    drafter_cache = getattr(state.draft_state, "cache", None)
+    return Outcome.of(request, state, proposer.num_drafts), state.target_cache, drafter_cache
+
+
+def new_tokens(request: Request, generation: Outcome) -> list[list[int]]:
     return [
         np.asarray(generation.tokens[row, request.lengths[row] : length]).tolist()
         for row, length in enumerate(generation.lengths)
@@ -244,9 +272,10 @@ def _drafts_after(
     causal = jnp.tril(jnp.ones((batch, CAPACITY, CAPACITY), bool))
     attend = masked([causal] * model.config.num_layers)
     _, features, _ = model(tokens, positions, attend, proposer.aux_boundaries)
-    state = proposer.prefill(
-        model, tokens[:, :BUCKET], request.lengths, features[:, :BUCKET],
-        proposer.new_cache(batch, CAPACITY, jnp.float32),
+    state = proposer.read(
+        model, tokens[:, 1:BUCKET], features[:, : BUCKET - 1], positions[:, : BUCKET - 1],
+        request.lengths - 1,
+        proposer.start(model, proposer.new_cache(batch, CAPACITY, jnp.float32)), empty=True,
     )  # fmt: skip
     drafts, length = [], request.lengths + 1
     for kept in (np.zeros(batch, np.int32), np.minimum(accepted, proposer.num_drafts)):
@@ -255,7 +284,7 @@ def _drafts_after(
             tokens, length, jnp.asarray(kept, jnp.int32),
             jnp.take_along_axis(features, rows[..., None], axis=1), jnp.int32(0),
         )  # fmt: skip
-        made, state = proposer.propose(model, state, seen)
+        made, _, state = proposer.propose(model, state, seen, None)
         drafts.append(np.asarray(made))
         length = length + 1 + np.minimum(accepted, 1)  # the same tokens for every K
     return np.stack(drafts)
@@ -298,7 +327,7 @@ def test_it_is_one_program(target: LoadedTarget, drafter: LoadedDrafter) -> None
         KVCache.zeros(target.config, 3, CAPACITY, jnp.float32, proposer.num_drafts + 1),
         proposer.new_cache(3, CAPACITY, jnp.float32),
     )
-    lowered = generate_tokens.lower(target.weights, proposer, request, *caches, capacity=CAPACITY)
+    lowered = generate_tokens.lower(target.weights, proposer, request, *caches, prompt_rows=BUCKET)
     text = lowered.as_text()
     assert text.count("stablehlo.while") == 1
     assert "custom_call" not in text or "callback" not in text
@@ -306,8 +335,7 @@ def test_it_is_one_program(target: LoadedTarget, drafter: LoadedDrafter) -> None
     cache_bytes = sum(x.nbytes for x in jax.tree.leaves(caches))
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
     with jax.transfer_guard("disallow"):
-        generation, *_ = compiled(target.weights, proposer, request, *caches)
-        jax.block_until_ready(generation)
+        jax.block_until_ready(compiled(target.weights, proposer, request, *caches))
     assert all(x.is_deleted() for x in jax.tree.leaves(caches))  # donated
 
 
@@ -326,10 +354,10 @@ def test_one_drafter_forward_per_round(
     proposer = parallel(drafter, 4)
     request = make_request(PROMPTS, [BUDGET] * 3)
     jax.make_jaxpr(
-        lambda: run(target, proposer, request)[0]
+        lambda: start(target, proposer, request)
     )()  # fmt: skip
     assert calls.count((3, 2 * 4)) == 1
-    assert calls.count((3, BUCKET)) == 1
+    assert calls.count((3, BUCKET - 1)) == 1
     assert len(calls) == 2
 
 

@@ -1,9 +1,11 @@
-"""Write the golden values of P-EAGLE heads, computed by the published speculators package.
+"""Write the golden values of draft heads, computed by the published speculators package.
 
 Everything is computed in float32, and every random number has a seed, so a second run writes the
 same bytes again. Each ``tests/golden/drafters/<name>/`` is a tiny random head in the speculators
 layout, made for a target in ``tests/golden/targets/``, with a ``golden.npz`` beside the weights.
-That holds one draft step, a chain of K depths after a context of C rows, so n = C + K - 1 rows:
+Tokens and features are those of sequence 0 in the target's ``golden.npz``.
+
+P-EAGLE heads: one draft step, a chain of K depths after a context of C rows, n = C + K - 1 rows:
 
     ids [n]                 token id of each row: the target's token j + 1 in row j, then mask ids
     fc_in [n, F]            features before any norm: the target's at token j, then mask_hidden
@@ -15,7 +17,34 @@ That holds one draft step, a chain of K depths after a context of C rows, so n =
     read_rows [K]           the rows that draft: the last of the context and the masks
     draft_target_ids [K]    their best ids, as ids of the target
 
-Tokens and features are those of sequence 0 in the target's ``golden.npz``.
+EAGLE-3 heads (``eagle3_*``): K drafts, one after another, after a context of n rows:
+
+    tokens [n]              token id of each row: the target's token p + 1 in row p
+    features [n, F]         the target's features at token p, before any norm
+    positions [n]           rotary position of row p, which is p
+    prefill_logits [n, D]   logits over the draft vocabulary of these rows, run causally
+    step_logits [K, D]      logits that give draft k; those of draft 0 are the last of the prefill
+    step_states [K, H]      the state of the same row, as it is fed back to give draft k + 1
+    draft_target_ids [K]    the best ids of step_logits, as ids of the target
+
+The prefill's last row, n - 1, is step 0: its logits give draft 0. Step k > 0 is one row of its own
+at position n - 1 + k, with draft k - 1 as its token (an id of the target: d2t added) and
+``step_states[k - 1]`` in place of what fc returns, so no norm before fc and no fc touch it again.
+It attends to the n rows of the prefill, to the rows of steps 1 to k - 1, and to itself. K drafts so
+take K - 1 rows after the prefill, and nothing has read ``step_states[K - 1]``.
+
+A row's state x is the whole residual stream after the last layer, attention and MLP added, before
+the final norm; its logits are always lm_head(norm(x)). Fed back is x itself, or with
+``norm_output`` (EAGLE-3.1) norm(x), the very input of lm_head. In the row that takes it, it is the
+hidden half of layer 0: hidden_norm applies to it, and the residual starts from it, or with
+``norm_before_residual`` from hidden_norm of it. vLLM orders it alike: the blocks of its
+``llama_eagle3.py`` keep the MLP's output and the residual apart, the final norm adds them up and
+returns both norm(x) and x (``hidden_prenorm``), the first for the logits, the second as the state
+to feed back; since its PR 42764 that is the first again where ``norm_output`` is set.
+
+The package has no inference, but steps like these are inside its training pass: see
+``draft_chain``. That pass counts positions from 1 by default, vLLM from 0, as here; rotary
+embeddings are relative, so this changes no value.
 
 The package has no head narrower or wider than its target, though its config has a key for that:
 ``target_hidden_size`` is stored but never read, fc, mask_hidden and the norms before fc follow the
@@ -23,7 +52,8 @@ head's own width. So ``wide`` is the package's model with fc and mask_hidden rep
 target's width; its forward pass runs unchanged, but ``from_pretrained`` cannot load the directory.
 
 A forward pass in NumPy, written apart from the package, takes the same rows and the saved
-directory. It agrees with all values, and shows that leaving out any option changes the logits.
+directory. It agrees with all values, and shows that leaving out any option changes the logits. For
+an EAGLE-3 head it runs once per draft, over the prefill's rows and those of all steps so far.
 
 Make the environment once and run (paths are examples); torchvision and torchaudio must go, because
 their builds for CUDA keep transformers from being imported beside a torch for the CPU:
@@ -53,6 +83,8 @@ from loguru import logger
 from safetensors.numpy import load_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
+from speculators.models.eagle3.config import Eagle3SpeculatorConfig
+from speculators.models.eagle3.core import Eagle3DraftModel
 from speculators.models.peagle import core
 from speculators.models.peagle.config import PEagleSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -92,6 +124,7 @@ class TinyDrafter:
         draft_vocab: size of the draft vocabulary
         flags: norm options of the head, in the package's spelling
         qwen3: whether the decoder is Qwen3's and not Llama's
+        eagle3: whether it is an EAGLE-3 head, which drafts one token per pass, and not P-EAGLE's
         options: what must change the logits when left out, see ``leave_out``
     """
 
@@ -103,6 +136,7 @@ class TinyDrafter:
     draft_vocab: int = VOCAB
     flags: dict[str, bool] = field(default_factory=dict)
     qwen3: bool = False
+    eagle3: bool = False
     options: tuple[str, ...] = ()
 
     @property
@@ -220,6 +254,49 @@ TINY_DRAFTERS = (
             "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
         },
     ),
+    # norm_before_residual is what the package's training and vLLM take unless told otherwise.
+    TinyDrafter(
+        name="eagle3_llama",
+        target="llama_gqa",
+        seed=81,
+        boundaries=(1, 2, 3),
+        draft_vocab=48,
+        flags={"norm_before_residual": True},
+        eagle3=True,
+        options=("norm_before_residual", "norm_output"),
+        decoder={
+            "num_hidden_layers": 1,
+            "intermediate_size": 40,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    TinyDrafter(
+        name="eagle3_qwen3",
+        target="qwen3",
+        seed=12,
+        boundaries=(1, 2, 4),
+        flags={"fc_norm": True, "norm_output": True},
+        qwen3=True,
+        eagle3=True,
+        options=(
+            "fc_norm",
+            "norm_before_residual",
+            "norm_output",
+            "q_norm.weight",
+            "k_norm.weight",
+        ),
+        decoder={
+            "num_hidden_layers": 1,
+            "intermediate_size": 32,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+        },
+    ),
 )
 
 
@@ -239,17 +316,19 @@ def write_tiny_drafter(drafter: TinyDrafter) -> Row:
     """Write the checkpoint directory of a head and its ``golden.npz``."""
     ids, features = read_target(drafter)
     model = build_model(drafter)
-    arrays = draft_step(model, ids, features)
+    arrays = draft(model, ids, features)
     save_checkpoint(model, drafter.directory)
-    check_reload(drafter, arrays["logits"], ids, features)
+    check_reload(drafter, arrays, ids, features)
     error = check_against_numpy(drafter, arrays)
 
-    best = np.sort(arrays["logits"][arrays["read_rows"]])[:, -2:]
+    logits = draft_logits(arrays, arrays)
+    best = np.sort(logits)[:, -2:]
     gap = float((best[:, 1] - best[:, 0]).min())
     drafts = arrays["draft_target_ids"].tolist()
     assert gap > MIN_GAP, f"{drafter.name}: gap {gap:.1e}, choose another seed"
     assert len(set(drafts)) >= MIN_DISTINCT_DRAFTS, f"{drafter.name}: drafts {drafts}"
-    assert arrays["logits"].std() > MIN_LOGIT_STD, f"{drafter.name}: logits are nearly uniform"
+    every = arrays["prefill_logits"] if drafter.eagle3 else arrays["logits"]
+    assert every.std() > MIN_LOGIT_STD, f"{drafter.name}: logits are nearly uniform"
 
     np.savez_compressed(drafter.directory / "golden.npz", **arrays)
     kilobytes = sum(file.stat().st_size for file in drafter.directory.iterdir()) / 1000
@@ -265,28 +344,40 @@ def read_target(drafter: TinyDrafter) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.concatenate(states, axis=1)
 
 
+def draft_logits(arrays: Arrays, golden: Arrays) -> np.ndarray:
+    """The logits of the K drafts, where ``golden`` says which rows draft."""
+    if "step_logits" in arrays:
+        return arrays["step_logits"]
+    return arrays["logits"][golden["read_rows"]]
+
+
 # The package's side
 
 
-def build_model(drafter: TinyDrafter) -> core.PEagleDraftModel:
+def build_model(drafter: TinyDrafter) -> Eagle3DraftModel:
     """Build the head with all parameters drawn anew from its seed."""
     config_class = Qwen3Config if drafter.qwen3 else LlamaConfig
     decoder = config_class(**COMMON_DECODER | drafter.decoder)
-    config = PEagleSpeculatorConfig(
+    model_class, head_class, algorithm = (
+        (Eagle3DraftModel, Eagle3SpeculatorConfig, "eagle3")
+        if drafter.eagle3
+        else (core.PEagleDraftModel, PEagleSpeculatorConfig, "peagle")
+    )
+    config = head_class(
         transformer_layer_config=decoder,
         draft_vocab_size=drafter.draft_vocab,
         target_hidden_size=TARGET_HIDDEN if drafter.wide else None,
         eagle_aux_hidden_state_layer_ids=list(drafter.boundaries),
-        mask_token_id=MASK_ID,
         speculators_config=SpeculatorsConfig(
-            algorithm="peagle",
+            algorithm=algorithm,
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=DEPTHS)],
             default_proposal_method="greedy",
             verifier=VerifierConfig.from_pretrained(f"tests/golden/targets/{drafter.target}"),
         ),
+        **({} if drafter.eagle3 else {"mask_token_id": MASK_ID}),
         **drafter.flags,
     )
-    model = core.PEagleDraftModel(config).eval()
+    model = model_class(config).eval()
     if drafter.wide:
         model.fc = torch.nn.Linear(drafter.features, decoder.hidden_size, bias=False)
         model.mask_hidden = torch.nn.Parameter(torch.empty(1, 1, drafter.features))
@@ -316,6 +407,13 @@ def draw_parameter(name: str, shape: torch.Size, generator: torch.Generator) -> 
     return 0.25 * noise
 
 
+def draft(model: Eagle3DraftModel, ids: np.ndarray, features: np.ndarray) -> Arrays:
+    """The golden values of a head of either kind."""
+    if isinstance(model, core.PEagleDraftModel):
+        return draft_step(model, ids, features)
+    return draft_chain(model, ids, features)
+
+
 def draft_step(model: core.PEagleDraftModel, ids: np.ndarray, features: np.ndarray) -> Arrays:
     """One draft step through the package's training pass, which has no pass for inference.
 
@@ -342,9 +440,7 @@ def draft_step(model: core.PEagleDraftModel, ids: np.ndarray, features: np.ndarr
 
     mask_features = np.broadcast_to(model.mask_hidden[0].numpy(), (len(deeper), features.shape[1]))
     read_rows = np.arange(CONTEXT - 1, ROWS, dtype=np.int32)
-    drafts = arrays["logits"][read_rows].argmax(-1)
-    if model.d2t is not None:
-        drafts = drafts + model.d2t.numpy()[drafts]
+    drafts = to_target_ids(model, arrays["logits"][read_rows].argmax(-1))
     arrays["fc_in"] = np.concatenate([features, mask_features])
     arrays["read_rows"] = read_rows
     arrays["draft_target_ids"] = drafts.astype(np.int32)
@@ -355,8 +451,57 @@ def draft_step(model: core.PEagleDraftModel, ids: np.ndarray, features: np.ndarr
     return arrays
 
 
+def draft_chain(model: Eagle3DraftModel, ids: np.ndarray, features: np.ndarray) -> Arrays:
+    """K drafts through the package's training pass (training-time test), which is left as it is.
+
+    That pass takes all its rows through one step after another. In step t > 0 the hidden input of
+    row p is the state that step t - 1 left in row p, its token is the one given for row p + t, its
+    position p + t, and it sees rows 0 to p of step 0 and row p of the later steps. For the last
+    row of the context this is drafting, once its drafts are given as the tokens of the K - 1 rows
+    after it, whose features nothing reads. Pass k tells draft k, given those before it, and the
+    last pass has given all values. One step more than K shows the state that the K-th leaves.
+    """
+    last = CONTEXT - 1
+    drafts = np.zeros(0, np.int32)
+    for k in range(DEPTHS):
+        steps: list[Arrays] = []
+        with record_steps(model, steps):
+            best = model(
+                hidden_states=padded(features),
+                input_ids=padded(np.concatenate([ids, drafts])).long(),
+                document_ids=torch.zeros(1, ROWS, dtype=torch.long),
+                position_ids=torch.arange(ROWS)[None],
+                ttt_steps=DEPTHS + 1,
+            )
+        drafts = np.append(drafts, to_target_ids(model, best[k][0, last].numpy()))
+
+    prefill, *_ = steps
+    assert np.array_equal(prefill["ids"][:CONTEXT], ids)
+    assert np.array_equal(prefill["positions"], np.arange(ROWS))
+    assert np.array_equal(prefill["mask"], np.tri(ROWS, dtype=bool))
+    for k in range(1, DEPTHS):
+        rows = [*range(CONTEXT), *(ROWS * step + last for step in range(1, k + 1))]
+        assert np.array_equal(np.flatnonzero(steps[k]["mask"][last]), rows)
+        assert steps[k]["ids"][last] == drafts[k - 1]
+        assert steps[k]["positions"][last] == last + k
+    return {
+        "tokens": ids,
+        "features": features,
+        "positions": prefill["positions"][:CONTEXT],
+        "prefill_logits": prefill["logits"][:CONTEXT],
+        "step_logits": np.stack([step["logits"][last] for step in steps[:DEPTHS]]),
+        "step_states": np.stack([step["hidden"][last] for step in steps[1:]]),
+        "draft_target_ids": drafts.astype(np.int32),
+    }
+
+
+def to_target_ids(model: Eagle3DraftModel, drafts: np.ndarray) -> np.ndarray:
+    """Ids of the target for ids of the draft vocabulary."""
+    return drafts if model.d2t is None else drafts + model.d2t.numpy()[drafts]
+
+
 def padded(rows: np.ndarray) -> torch.Tensor:
-    """A batch of one, with zeros at the positions of the mask rows, where nothing is read."""
+    """A batch of one, with zeros in the rows after those given, where nothing is read."""
     out = np.zeros((1, ROWS, *rows.shape[1:]), rows.dtype)
     out[0, : len(rows)] = rows
     return torch.from_numpy(out)
@@ -390,7 +535,34 @@ def record(model: core.PEagleDraftModel, into: Arrays) -> Iterator[None]:
             handle.remove()
 
 
-def save_checkpoint(model: core.PEagleDraftModel, directory: Path) -> None:
+@contextlib.contextmanager
+def record_steps(model: Eagle3DraftModel, into: list[Arrays]) -> Iterator[None]:
+    """Put what layer 0 takes, and the logits, into one dictionary per step."""
+
+    def save_inputs(_module: Any, args: tuple[torch.Tensor], kwargs: dict[str, Any]) -> None:
+        into[-1]["hidden"] = args[0][0, :, model.hidden_size :].numpy()
+        into[-1]["positions"] = kwargs["position_ids"][0].numpy().astype(np.int32)
+        into[-1]["mask"] = kwargs["attention_mask"][0, 0].numpy()
+
+    def save_ids(_module: Any, args: tuple[torch.Tensor]) -> None:
+        into.append({"ids": args[0][0].numpy().astype(np.int32)})
+
+    def save_logits(_module: Any, _args: Any, output: torch.Tensor) -> None:
+        into[-1]["logits"] = output[0].numpy()
+
+    handles = [
+        model.embed_tokens.register_forward_pre_hook(save_ids),  # first in every step
+        model.layers[0].register_forward_pre_hook(save_inputs, with_kwargs=True),
+        model.lm_head.register_forward_hook(save_logits),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def save_checkpoint(model: Eagle3DraftModel, directory: Path) -> None:
     """Save ``model`` as a directory in the speculators layout, replacing an older one."""
     shutil.rmtree(directory, ignore_errors=True)
     model.save_pretrained(directory)
@@ -405,28 +577,30 @@ def save_checkpoint(model: core.PEagleDraftModel, directory: Path) -> None:
 
 
 def check_reload(
-    drafter: TinyDrafter, logits: np.ndarray, ids: np.ndarray, features: np.ndarray
+    drafter: TinyDrafter, arrays: Arrays, ids: np.ndarray, features: np.ndarray
 ) -> None:
     """Check that the package loads the directory to the same head, where it can load it."""
     if drafter.wide:
         return
-    config = PEagleSpeculatorConfig.from_pretrained(drafter.directory)
+    model_class = Eagle3DraftModel if drafter.eagle3 else core.PEagleDraftModel
+    config = model_class.config_class.from_pretrained(drafter.directory)
     config.transformer_layer_config._attn_implementation = COMMON_DECODER["attn_implementation"]
-    model = core.PEagleDraftModel.from_pretrained(drafter.directory, config=config).eval()
-    again = draft_step(model, ids, features)["logits"]
-    assert np.array_equal(again, logits), f"{drafter.name}: loading changed the logits"
+    model = model_class.from_pretrained(drafter.directory, config=config).eval()
+    for name, value in draft(model, ids, features).items():
+        assert np.array_equal(value, arrays[name]), f"{drafter.name}: loading changed {name}"
 
 
 def check_against_numpy(drafter: TinyDrafter, arrays: Arrays) -> float:
     """Compare with NumPy, with and without each option, and return the largest difference."""
     config = json.loads((drafter.directory / "config.json").read_text())
     tensors = load_file(drafter.directory / "model.safetensors")
-    expected = numpy_forward(config, tensors, arrays)
+    numpy_draft = numpy_chain if drafter.eagle3 else numpy_forward
+    expected = numpy_draft(config, tensors, arrays)
     error = max(float(np.abs(expected[name] - arrays[name]).max()) for name in expected)
     assert error < TOLERANCE, f"{drafter.name}: NumPy differs by {error:.1e}"
     for option in drafter.options:
-        without = numpy_forward(*leave_out(option, config, tensors), arrays)["logits"]
-        change = np.abs(without - arrays["logits"])[arrays["read_rows"]].mean()
+        without = numpy_draft(*leave_out(option, config, tensors), arrays)
+        change = np.abs(draft_logits(without, arrays) - draft_logits(arrays, arrays)).mean()
         assert change > MIN_OPTION_CHANGE, f"{drafter.name}: {option} changes only {change:.1e}"
     return error
 
@@ -434,10 +608,13 @@ def check_against_numpy(drafter: TinyDrafter, arrays: Arrays) -> float:
 def leave_out(
     option: str, config: dict[str, Any], tensors: Arrays
 ) -> tuple[dict[str, Any], Arrays]:
-    """The same head without an option: a flag, rotary scaling, or tensors by their ending."""
+    """The same head without an option: a flag, rotary scaling, or tensors by their ending.
+
+    A flag that is off is turned on.
+    """
     config = copy.deepcopy(config)
     if option in config:
-        config[option] = False
+        config[option] = not config[option]
     elif option == "rope_scaling":
         config["transformer_layer_config"]["rope_parameters"]["rope_type"] = "default"
     else:
@@ -445,8 +622,38 @@ def leave_out(
     return config, tensors
 
 
+def numpy_chain(config: dict[str, Any], tensors: Arrays, golden: Arrays) -> Arrays:
+    """Drafting of an EAGLE-3 head in float64, fed with the golden drafts and its own states."""
+    ids, states = golden["tokens"], np.zeros((0, TARGET_HIDDEN))
+    logits: list[np.ndarray] = []
+    drafts: list[int] = []
+    for k in range(DEPTHS):
+        rows = CONTEXT + k
+        out = numpy_forward(
+            config,
+            tensors,
+            {
+                "ids": np.concatenate([ids, golden["draft_target_ids"][:k]]),
+                "fc_in": golden["features"],
+                "fed_back": states,
+                "positions": np.arange(rows),
+                "mask": np.tri(rows, dtype=bool),
+                "read_rows": np.array([rows - 1]),
+            },
+        )
+        logits.append(out["logits"][-1])
+        states = np.concatenate([states, out["state"][-1:]])
+        drafts.extend(out["draft_target_ids"])
+    return {
+        "prefill_logits": out["logits"][:CONTEXT],
+        "step_logits": np.stack(logits),
+        "step_states": states,
+        "draft_target_ids": np.array(drafts),
+    }
+
+
 def numpy_forward(config: dict[str, Any], tensors: Arrays, step: Arrays) -> Arrays:
-    """The head's forward pass in float64."""
+    """The head's forward pass in float64; states fed back make further rows of an EAGLE-3 head."""
     decoder = config["transformer_layer_config"]
     weights = {name: value.astype(np.float64) for name, value in tensors.items()}
     out: Arrays = {}
@@ -488,6 +695,8 @@ def numpy_forward(config: dict[str, Any], tensors: Arrays, step: Arrays) -> Arra
         chunks = np.split(features, len(config["eagle_aux_hidden_state_layer_ids"]), axis=1)
         features = np.concatenate([norm(c, f"fc_norm.{i}") for i, c in enumerate(chunks)], axis=1)
     h = out["fc_out"] = linear(features, "fc")
+    if "fed_back" in step:
+        h = np.concatenate([h, step["fed_back"]])
 
     for i in range(decoder["num_hidden_layers"]):
         name = f"layers.{i}"
@@ -502,7 +711,10 @@ def numpy_forward(config: dict[str, Any], tensors: Arrays, step: Arrays) -> Arra
         h = h + mlp(norm(h, f"{name}.post_attention_layernorm"), f"{name}.mlp")
         out[f"layer{i}_out"] = h
 
-    out["logits"] = linear(norm(h, "norm"), "lm_head")
+    normed = norm(h, "norm")
+    if "fed_back" in step:
+        out["state"] = normed if config["norm_output"] else h
+    out["logits"] = linear(normed, "lm_head")
     best = out["logits"][step["read_rows"]].argmax(-1)
     out["draft_target_ids"] = best + tensors["d2t"][best] if "d2t" in tensors else best
     return out

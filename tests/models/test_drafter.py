@@ -14,7 +14,7 @@ from peagle_jax.load import LoadedDrafter, LoadedTarget
 from peagle_jax.models import Drafter, Frozen, KVCache, Target, cached, masked
 
 ORACLE = GOLDEN / "oracle"
-HEADS = sorted(path.name for path in (GOLDEN / "drafters").iterdir() if path.is_dir())
+HEADS = ("norm_before_fc", "qwen3_fc_norm", "two_aux", "wide")
 
 
 def load(source: Path, folder: Path) -> LoadedDrafter:

@@ -1,0 +1,252 @@
+"""A batch of prompts on the device: padding, programs compiled once for each shape, rounds."""
+
+import dataclasses
+import functools
+import secrets
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle_jax.config import DrafterConfig, TargetConfig
+from peagle_jax.decoding import (
+    Generation,
+    Penalties,
+    Prefix,
+    Proposer,
+    Request,
+    Sampling,
+    State,
+    capacity_for,
+    continue_generation,
+    generate_tokens,
+    read_prefix,
+)
+from peagle_jax.load import LoadedDrafter, LoadedTarget
+from peagle_jax.models import KVCache, spread
+from peagle_jax.sampling_params import SamplingParams
+
+MIN_PROMPT_BUCKET = 32
+MIN_STOP_IDS = 4
+ALL_ROUNDS = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptPrefix:
+    """What many prompts begin with, read once: `prefill` makes it, `generate` takes it.
+
+    Attributes:
+      token_ids: the tokens.
+      target_cache: the target's KV cache over them, batch 1.
+      draft_cache: the drafter's, or nothing.
+      read: how far the caches go, and the feature that waits for the next token.
+      target: the model it is of.
+      drafter: the head it is of, or None.
+    """
+
+    token_ids: list[int]
+    target_cache: KVCache
+    draft_cache: Any
+    read: Prefix
+    target: LoadedTarget
+    drafter: LoadedDrafter | None
+
+
+def read_prompt_prefix(
+    target: LoadedTarget, drafter: LoadedDrafter | None, proposer: Proposer, ids: list[int]
+) -> PromptPrefix:
+    """Reads token ids into caches of their own."""
+    rows = _power_of_two(max(MIN_PROMPT_BUCKET, len(ids)))
+    tokens = np.zeros((1, rows), np.int32)
+    tokens[0, : len(ids)] = ids
+    dtype = _dtype(target)
+    caches = (
+        KVCache.zeros(target.config, 1, rows, dtype, block=1),
+        proposer.new_cache(1, rows, dtype),
+    )
+    arguments = (target.weights, proposer, jnp.asarray(tokens), jnp.int32(len(ids)), *caches)
+    program = _compiled(read_prefix, *arguments, prompt_rows=rows)
+    return PromptPrefix(ids, *program(*arguments), target, drafter)
+
+
+class Batch:
+    """Prompts that are answered together.
+
+    Attributes:
+      generation: the sequences so far, on the host; rows past the prompts only fill the bucket.
+      seconds: running time of programs so far, prefill included.
+      compile_seconds: time spent compiling so far.
+    """
+
+    generation: Generation
+
+    def __init__(
+        self,
+        target: LoadedTarget,
+        proposer: Proposer,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        max_new_tokens: int,
+        prefix: PromptPrefix | None = None,
+    ):
+        """Pads checked prompts (those after the prefix, where there is one) to their bucket."""
+        config = target.config
+        self.seconds = self.compile_seconds = 0.0
+        self._target, self._proposer, self._prefix = target, proposer, prefix
+        known = prefix.token_ids if prefix else []
+        self.prompts = [[*known, *prompt] for prompt in prompts]
+        longest = max(MIN_PROMPT_BUCKET, *map(len, prompts))
+        self._prompt_rows = _power_of_two(longest)
+        read = len(known) + self._prompt_rows
+        most = max(read, min(read + max_new_tokens, config.max_position_embeddings))
+        self._rows = _power_of_two(len(prompts))
+        self._capacity = capacity_for(most, proposer.num_drafts)
+        self._request = self._make_request(config, params, max_new_tokens)
+        wanted = [p.logprobs for p in params if p.logprobs is not None]
+        self._num_logprobs = max(wanted) if wanted else None
+        self._state: State | None = None
+
+    def _make_request(
+        self, config: TargetConfig, params: Sequence[SamplingParams], max_new_tokens: int
+    ) -> Request:
+        tokens = np.zeros((self._rows, self._capacity), np.int32)
+        lengths = np.ones((self._rows,), np.int32)
+        budgets = np.zeros((self._rows,), np.int32)  # 0: rows that only fill are done at once
+        for row, prompt in enumerate(self.prompts):
+            tokens[row, : len(prompt)] = prompt
+            lengths[row] = len(prompt)
+            budgets[row] = min(max_new_tokens, config.max_position_embeddings - len(prompt))
+        if self._prefix:  # rows that only fill hold the prefix too, and one token
+            tokens[len(self.prompts) :, : len(self._prefix.token_ids)] = self._prefix.token_ids
+            lengths[len(self.prompts) :] = len(self._prefix.token_ids) + 1
+        ids = [sorted(p.stop_ids(config.eos_token_ids)) for p in params]
+        stop_ids = np.full((self._rows, _power_of_two(max(MIN_STOP_IDS, *map(len, ids)))), -1)
+        for row, stops in enumerate(ids):
+            stop_ids[row, : len(stops)] = stops
+        sampling = None
+        if not all(p.is_plain_greedy for p in params):
+            sampling = _sampling(params, self._rows, config.vocab_size)
+        arrays = (jnp.asarray(x, jnp.int32) for x in (tokens, lengths, budgets, stop_ids))
+        return Request(*arrays, sampling)
+
+    def run(self, rounds: int | None = None) -> Generation:
+        """Reads the prompts at the first call, and runs so many rounds, or all there are.
+
+        Returns:
+          the sequences, on the host.
+        """
+        models = (self._target.weights, self._proposer, self._request)
+        if self._state is None:
+            last = jnp.int32(ALL_ROUNDS if rounds is None else rounds)
+            read = self._prefix.read if self._prefix else None
+            if read is not None and read.feature is not None:
+                feature = jnp.broadcast_to(read.feature, (self._rows, *read.feature.shape[1:]))
+                read = dataclasses.replace(read, feature=feature)
+            arguments: tuple[Any, ...] = (*models, *self._caches(), last, read)
+            call = functools.partial(
+                self._timed,
+                generate_tokens,
+                prompt_rows=self._prompt_rows,
+                num_logprobs=self._num_logprobs,
+            )
+        else:
+            done = int(self.generation.rounds)
+            last = jnp.int32(ALL_ROUNDS if rounds is None else done + rounds)
+            arguments = (*models, self._state, last)
+            call = functools.partial(self._timed, continue_generation)
+        self._state, self.generation = call(*arguments)
+        return self.generation
+
+    def stop(self, rows: Sequence[int]) -> None:
+        """Ends the answers of these rows where they stand."""
+        assert self._state is not None
+        done = self._state.generation.done.at[jnp.asarray(rows, jnp.int32)].set(True)
+        generation = dataclasses.replace(self._state.generation, done=done)
+        self._state = dataclasses.replace(self._state, generation=generation)
+
+    def _caches(self) -> tuple[KVCache, Any]:
+        """Returns empty caches, or copies of the prefix's."""
+        config, rows, capacity = self._target.config, self._rows, self._capacity
+        dtype, block = _dtype(self._target), self._proposer.num_drafts + 1
+        prefix = self._prefix
+        if prefix is None:
+            target_cache = KVCache.zeros(config, rows, capacity, dtype, block)
+            return target_cache, self._proposer.new_cache(rows, capacity, dtype)
+        length = len(prefix.token_ids)
+        target_cache = spread(prefix.target_cache, config, length, rows, capacity, block)
+        if prefix.drafter is None:
+            return target_cache, self._proposer.new_cache(rows, capacity, dtype)
+        head: DrafterConfig = prefix.drafter.config
+        block = 2 * self._proposer.num_drafts
+        return target_cache, spread(prefix.draft_cache, head, length, rows, capacity, block)
+
+    def _timed(self, function: Any, *arguments: Any, **statics: Any) -> tuple[State, Generation]:
+        started = time.perf_counter()
+        program = _compiled(function, *arguments, **statics)
+        compiled = time.perf_counter()
+        state = program(*arguments)
+        generation = jax.device_get(state.generation)
+        self.compile_seconds += compiled - started
+        self.seconds += time.perf_counter() - compiled
+        return state, generation
+
+
+_programs: dict[Hashable, Any] = {}
+
+
+def _compiled(function: Any, *arguments: Any, **statics: Any) -> Callable[..., Any]:
+    """Returns a jitted function compiled for the shapes of these arguments, once for each."""
+    leaves, structure = jax.tree.flatten(arguments)
+    shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    key = (function, structure, shapes, tuple(sorted(statics.items())))
+    if key not in _programs:
+        _programs[key] = function.lower(*arguments, **statics).compile()
+    return _programs[key]
+
+
+def _sampling(params: Sequence[SamplingParams], rows: int, vocab_size: int) -> Sampling:
+    """Returns the settings as arrays; rows past the prompts are greedy."""
+    padded = [*params, *[SamplingParams()] * (rows - len(params))]
+
+    def column(name: str, dtype: Any) -> jax.Array:
+        return jnp.asarray([getattr(p, name) for p in padded], dtype)
+
+    seeds = [secrets.randbits(64) if p.seed is None else p.seed for p in padded]
+    bias = penalties = None
+    if any(p.has_bias for p in padded):
+        bias = jnp.asarray(np.stack([_bias(p, vocab_size) for p in padded]))
+    if any(p.has_penalties for p in padded):
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        penalties = Penalties(*(column(name, jnp.float32) for name in names))
+    return Sampling(
+        seeds=jnp.asarray([(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds], jnp.uint32),
+        temperature=column("temperature", jnp.float32),
+        top_k=column("top_k", jnp.int32),
+        top_p=column("top_p", jnp.float32),
+        min_p=column("min_p", jnp.float32),
+        min_new_tokens=column("min_new_tokens", jnp.int32),
+        bias=bias,
+        penalties=penalties,
+    )
+
+
+def _bias(params: SamplingParams, vocab_size: int) -> np.ndarray:
+    bias = np.zeros((vocab_size,), np.float32)
+    if params.allowed_token_ids is not None:
+        bias[:] = -np.inf
+        bias[list(params.allowed_token_ids)] = 0
+    bias[list(params.bad_token_ids)] = -np.inf
+    for token, value in (params.logit_bias or {}).items():
+        bias[token] += value
+    return bias
+
+
+def _dtype(target: LoadedTarget) -> jnp.dtype:
+    return target.weights.merge().embedding[...].dtype
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
