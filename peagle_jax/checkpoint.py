@@ -8,10 +8,13 @@ A folder appears under its name only when it is complete.
 """
 
 import contextlib
+import gc
 import json
 import os
 import shutil
 import tempfile
+import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -239,10 +242,7 @@ def load[M: Target | Drafter](
         name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
         for name, value in _named(abstract)
     }
-    try:
-        arrays = ocp.load(directory.absolute() / "params", wanted)
-    except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
-        raise _unreadable(directory, error) from error
+    arrays = _read_arrays(directory, wanted, ocp.Context())
     graphdef, state = nnx.split(abstract)
     flat = [(path, v.replace(arrays[_name(path)])) for path, v in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
@@ -266,18 +266,25 @@ def load_arrays(
     }
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    try:
-        with context:
-            loaded = ocp.load(directory.absolute() / "params", wanted)
-    except Exception as error:  # as in `load`
-        raise _unreadable(directory, error) from error
+    loaded = _read_arrays(directory, wanted, context)
     return {name: np.asarray(array) for name, array in loaded.items()}
 
 
-def _unreadable(directory: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"cannot load {directory / 'params'}: {_first_line(error)}; "
-        "convert the source checkpoint again"
+def _read_arrays(
+    directory: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], context: ocp.Context
+) -> dict[str, jax.Array]:
+    try:
+        with context:
+            return ocp.load(directory.absolute() / "params", dict(wanted))
+    except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
+        reason = _first_line(error)
+        # The error holds coroutines that nobody awaited; Python would warn of each, any time later.
+        traceback.clear_frames(error.__traceback__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        gc.collect()
+    raise CheckpointError(
+        f"cannot load {directory / 'params'}: {reason}; convert the source checkpoint again"
     )
 
 

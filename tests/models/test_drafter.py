@@ -10,6 +10,8 @@ from conftest import DEMO_DRAFTER, GOLDEN
 
 import peagle_jax
 from peagle_jax.convert import to_native
+from peagle_jax.decoding import AutoregressiveDraft
+from peagle_jax.decoding.draft import Committed
 from peagle_jax.load import LoadedDrafter, LoadedTarget
 from peagle_jax.models import Drafter, Frozen, KVCache, Target, cached, masked
 
@@ -132,3 +134,45 @@ def test_demo_head_equals_a_numpy_forward(demo_target: LoadedTarget) -> None:
 def no_target() -> Target:
     """A head with its own embedding and lm_head never looks at the target."""
     return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", ["eagle3_llama", "eagle3_qwen3"])
+def test_autoregressive_drafting_equals_speculators(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a prompt, then K drafts from the last one, through the proposer and its cache."""
+    folder = GOLDEN / "drafters" / name
+    loaded, golden = load(folder, tmp_path), dict(np.load(folder / "golden.npz"))
+    rows, steps = len(golden["tokens"]), len(golden["draft_target_ids"])
+    seen: list[jax.Array] = []
+    logits = Drafter.logits
+    monkeypatch.setattr(
+        Drafter, "logits", lambda self, *args: seen.append(logits(self, *args)) or seen[-1]
+    )
+    proposer = AutoregressiveDraft(loaded.weights, steps, loaded.config.aux_boundaries)
+    # Row p pairs the token at p + 1 with the feature of p; the first token is in no row.
+    tokens = jnp.zeros((1, 64), jnp.int32).at[0, 1 : rows + 1].set(golden["tokens"])
+    features = jnp.asarray(golden["features"])[None]
+    positions = jnp.asarray(golden["positions"])[None]
+    state = proposer.start(no_target(), proposer.new_cache(1, 64, jnp.float32))
+    state = proposer.read(
+        no_target(),
+        tokens[:, 1:rows],
+        features[:, :-1],
+        positions[:, :-1],
+        jnp.array([rows - 1]),
+        state,
+        empty=True,
+    )
+    committed = Committed(
+        tokens,
+        jnp.array([rows + 1]),
+        jnp.array([0]),
+        jnp.pad(features[:, -1:], ((0, 0), (0, steps), (0, 0))),
+        jnp.int32(0),
+    )
+    drafts, law, _ = proposer.propose(no_target(), state, committed, None)
+    assert law is None
+    np.testing.assert_array_equal(drafts[0], golden["draft_target_ids"])
+    steps_seen = jnp.concatenate(seen, axis=1)[0]
+    np.testing.assert_allclose(steps_seen, golden["step_logits"], atol=1e-4)
