@@ -25,8 +25,15 @@ import numpy as np
 from tqdm import tqdm
 
 import peagle_jax
-from peagle_jax.decoding import NoDraft, ParallelDraft, Proposer, ScriptedDraft
-from peagle_jax.generate import BatchRun, make_proposer, run_batch
+from peagle_jax.batch import Batch
+from peagle_jax.decoding import (
+    AutoregressiveDraft,
+    NoDraft,
+    ParallelDraft,
+    Proposer,
+    ScriptedDraft,
+)
+from peagle_jax.generate import make_proposer
 
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / ".cache" / "smollm2-135m-instruct"
@@ -139,7 +146,7 @@ def measure(
     for number, prompt in enumerate(tqdm([prompts[0], *prompts], unit="prompt")):
         found: dict[str, float] = {"bandwidth": read()}
         plain = timed(target, NoDraft(), prompt, max_new_tokens, "plain", found)
-        tokens = next(plain.new_tokens())
+        tokens = new_tokens(plain)
         if engine is not None:
             theirs, seconds = engine.answer(prompt, len(tokens))
             found["tok/s transformers"] = len(theirs) / seconds
@@ -153,10 +160,10 @@ def measure(
                 ("with the head", make_proposer(drafter, drafts)),
             ):
                 label = f"scripted K={drafts}, acceptance length {accepts + 1}, {name}"
-                proposers[label] = scripted(plain, accepts, beside, max_new_tokens)
+                proposers[label] = scripted(plain, accepts, beside)
         for name, proposer in proposers.items():
             run = timed(target, proposer, prompt, max_new_tokens, name, found)
-            identical[name] &= next(run.new_tokens()) == tokens
+            identical[name] &= new_tokens(run) == tokens
         if number > 0:  # the first round over everything only compiles and warms up
             for name, value in found.items():
                 samples[name].append(value)
@@ -170,19 +177,31 @@ def timed(
     max_new_tokens: int,
     name: str,
     found: dict[str, float],
-) -> BatchRun:
+) -> Batch:
     """Times one whole answer, and one that ends with the prefill, to tell rounds from it."""
-    prefill = run_batch(target, proposer, [prompt], 1)
-    run = run_batch(target, proposer, [prompt], max_new_tokens)
-    count, rounds = len(next(run.new_tokens())), int(run.generation.rounds)
+    prefill, run = (
+        Batch(target, proposer, [prompt], [peagle_jax.SamplingParams()], max_new_tokens)
+        for _ in range(2)
+    )
+    prefill.run(rounds=0)
+    run.run()
+    count, rounds = len(new_tokens(run)), int(run.generation.rounds)
     found[f"tok/s {name}"] = count / run.seconds
     found[f"round ms {name}"] = 1e3 * (run.seconds - prefill.seconds) / max(rounds, 1)
     found[f"acceptance length {name}"] = (count - 1) / max(rounds, 1)
     return run
 
 
+def new_tokens(batch: Batch) -> list[int]:
+    """Returns the answer to the batch's one prompt."""
+    generation = batch.generation
+    return generation.tokens[0, len(batch.prompts[0]) : int(generation.lengths[0])].tolist()
+
+
 def scripted(
-    plain: BatchRun, accepts: int, beside: NoDraft | ParallelDraft, max_new_tokens: int
+    plain: Batch,
+    accepts: int,
+    beside: NoDraft | ParallelDraft | AutoregressiveDraft,
 ) -> ScriptedDraft:
     """Returns a drafter that knows the plain continuation."""
     tokens = np.zeros((1, plain.generation.tokens.shape[1] + 128), np.int32)

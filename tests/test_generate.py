@@ -149,6 +149,23 @@ def test_every_architecture_option_is_lossless(
     assert tokens(plain) == tokens(drafted)
 
 
+@pytest.mark.parametrize("mask_token_id", [95, None])
+def test_a_drafter_goes_on_past_its_trained_length(
+    target: LoadedTarget, mask_token_id: int | None
+) -> None:
+    """Positions make its RoPE, not a table; its drafts do not depend on the length it states."""
+    long = random_drafter(dataclasses.replace(DRAFTER, mask_token_id=mask_token_id))
+    config = dataclasses.replace(long.config, max_position_embeddings=8)
+    short = random_drafter(config)
+    ours, theirs = (
+        peagle_jax.generate(target, PROMPTS, drafter=head, max_new_tokens=150)
+        for head in (short, long)
+    )
+    assert tokens(ours) == tokens(theirs)
+    assert ours.metrics.acceptance_per_position == theirs.metrics.acceptance_per_position
+    assert sum(ours.metrics.acceptance_per_position) > 0
+
+
 IMAGE = [{"role": "user", "content": [{"type": "image", "url": "x.png"}]}]
 
 

@@ -8,6 +8,7 @@ that a request draws the same numbers whatever else is in the batch.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from enum import IntEnum
 
@@ -52,7 +53,8 @@ class Sampling:
       seeds: `[B, 2]` uint32, high and low half of a 64-bit seed.
       temperature: `[B]` float32, 0 for greedy.
       top_k: `[B]` int32, keeps the k largest logits (and ties with the last); 0 for all.
-      top_p: `[B]` float32, keeps the smallest set of this probability; 1 for all.
+      top_p: `[B]` float32, keeps the smallest set of this probability (and ties with its last);
+        1 for all.
       min_p: `[B]` float32, drops tokens below this share of the largest probability; 0 for none.
       min_new_tokens: `[B]` int32, ids that end a sequence are banned before so many tokens.
       bias: `[B, V]` float32, added to the logits; -inf bans a token. None for no bias anywhere.
@@ -75,11 +77,23 @@ def uniform(seeds: jax.Array, positions: jax.Array, purpose: Purpose) -> jax.Arr
 
 
 def gumbel(seeds: jax.Array, positions: jax.Array, purpose: Purpose, size: int) -> jax.Array:
-    """Returns Gumbel noise `[B, R, size]` for tokens at absolute `positions` `[B, R]`.
+    """Returns the noise that `draw` needs to draw one of `size` tokens at each position.
 
-    The largest of `log p + noise` is a draw from p.
+    Args:
+      seeds: `[B, 2]` uint32.
+      positions: `[B, R]` int32, absolute.
+      purpose: what is drawn.
+      size: V.
+
+    Returns:
+      Gumbel noise `[B, R, 2, W]` float32, W the square root of V rounded up.
     """
-    return _each(lambda key: jax.random.gumbel(key, (size,)), seeds, positions, purpose)
+    # float32 noise of the usual kind ends at 16: tokens of p < 1e-7 could not be drawn, and those
+    # of a large vocabulary together have too much probability for that.
+    shape = (2, math.isqrt(size - 1) + 1)
+    return _each(
+        lambda key: jax.random.gumbel(key, shape, mode="high"), seeds, positions, purpose
+    )
 
 
 def _each(
@@ -173,16 +187,25 @@ def _top_k_top_p(logits: jax.Array, sampling: Sampling) -> jax.Array:
     k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab), vocab)
     last = jnp.broadcast_to((k - 1)[:, None, None], (*logits.shape[:-1], 1))
     least = jnp.take_along_axis(descending, last, axis=-1)  # [B, R, 1]
-    descending = jnp.where(descending < least, -jnp.inf, descending)
-    shares = jax.nn.softmax(descending, axis=-1)
+    shares = jax.nn.softmax(jnp.where(descending < least, -jnp.inf, descending), axis=-1)
     before = jnp.cumsum(shares, axis=-1) - shares  # probability of the more likely ones
     top_p = sampling.top_p[:, None, None]
     # The most likely one stays, and with 1 all do, though sums of shares round.
     kept = (before < top_p) | (jnp.arange(vocab) == 0) | (top_p >= 1)
-    least = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits < least, -jnp.inf, logits)
+    edge = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits < jnp.maximum(least, edge), -jnp.inf, logits)
 
 
 def draw(law: jax.Array, noise: jax.Array) -> jax.Array:
-    """Draws from laws `[..., V]`, which need not be normalised, with Gumbel noise of that shape."""
-    return jnp.argmax(jnp.log(law) + noise, axis=-1).astype(jnp.int32)
+    """Draws from laws `[..., V]`, which need not be normalised, with `gumbel` noise for V.
+
+    First one of W groups of W tokens and then one of its tokens: the largest of `log p + noise` is
+    a draw from p, and random numbers for each token of a vocabulary cost more than all else here.
+    """
+    width = noise.shape[-1]
+    padding = [(0, 0)] * (law.ndim - 1) + [(0, width * width - law.shape[-1])]
+    groups = jnp.pad(law, padding).reshape(*law.shape[:-1], width, width)
+    group = jnp.argmax(jnp.log(groups.sum(axis=-1)) + noise[..., 0, :], axis=-1)
+    members = jnp.take_along_axis(groups, group[..., None, None], axis=-2)[..., 0, :]
+    member = jnp.argmax(jnp.log(members) + noise[..., 1, :], axis=-1)
+    return (group * width + member).astype(jnp.int32)

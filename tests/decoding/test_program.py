@@ -370,9 +370,12 @@ def test_capacity_holds_the_furthest_row() -> None:
             assert tokens + 2 * drafts + 1 <= capacity < tokens + 2 * drafts + 1 + 128
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("num_drafts", [1, 3, 6])
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_any_acceptance_pattern_is_lossless(target: LoadedTarget, data: st.DataObject) -> None:
+def test_any_acceptance_pattern_is_lossless(
+    target: LoadedTarget, num_drafts: int, data: st.DataObject
+) -> None:
     """Random prompts, budgets, EOS ids and acceptance patterns through a scripted drafter."""
     lengths = st.integers(1, BUCKET)
     prompts = [
@@ -381,10 +384,12 @@ def test_any_acceptance_pattern_is_lossless(target: LoadedTarget, data: st.DataO
     ]
     budgets = data.draw(st.lists(st.integers(0, BUDGET), min_size=3, max_size=3))
     eos = data.draw(st.lists(st.integers(0, 95), min_size=2, max_size=2))
-    accepts = data.draw(st.lists(st.integers(0, 3), min_size=4, max_size=4))
+    accepts = data.draw(st.lists(st.integers(0, num_drafts), min_size=4, max_size=4))
     request = make_request(prompts, budgets, eos)
     plain, *_ = run(target, NoDraft(), request)
-    script = ScriptedDraft(plain.tokens, jnp.asarray(accepts, jnp.int32), NoDraft(3))
+    script = ScriptedDraft(
+        jnp.asarray(plain.tokens), jnp.asarray(accepts, jnp.int32), NoDraft(num_drafts)
+    )
     drafted, *_ = run(target, script, request)
     assert new_tokens(request, drafted) == new_tokens(request, plain)
     emitted = np.asarray(drafted.lengths - request.lengths)
