@@ -3,7 +3,8 @@
 `peagle_jax/kernels/experts.py` chooses between blocks and pairs. Here both run in turns with
 `jax.lax.ragged_dot` over rows sorted by expert and with the product of all rows with all experts:
 medians, as multiples of the blocks' time. Every repeat has routes of its own, the same for all
-schedules, whose results are compared.
+schedules, whose results are compared. `ragged_dot` is given its plain weights `[E, in, out]`, which
+it is quicker with.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import functools
 import json
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from peagle_jax.models.quantized import MXFP4, unpack_mxfp4
 
 ROWS = (1, 8, 64, 512)
 TOLERANCE = 1e-5  # of the largest value
+FLOAT32 = jnp.dtype("float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +55,22 @@ SHAPES = {
 }
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["gate_up", "down"], meta_fields=["shape"]
+)
+@dataclasses.dataclass(frozen=True)
 class Layer:
-    """Random experts, each `down(silu(gate(x)) * up(x))`, as a JAX argument."""
+    """Random experts, each `down(silu(gate(x)) * up(x))`, as an argument of compiled functions.
 
-    def __init__(self, shape: Shape, gate_up: jax.Array | MXFP4, down: jax.Array | MXFP4):
-        self.shape, self.gate_up, self.down = shape, gate_up, down
+    Attributes:
+      shape: sizes.
+      gate_up: `[E, 2I, H]`.
+      down: `[E, H, I]`.
+    """
+
+    shape: Shape
+    gate_up: jax.Array | MXFP4
+    down: jax.Array | MXFP4
 
     @classmethod
     def random(cls, shape: Shape) -> "Layer":
@@ -93,13 +107,23 @@ def gated(fused: jax.Array) -> jax.Array:
 
 def one(weights: jax.Array | MXFP4, index: jax.Array) -> jax.Array:
     """Returns one expert's weight `[out, in]`."""
-    return weights.unpack(index, jnp.float32) if isinstance(weights, MXFP4) else weights[index]
+    return weights.unpack(index, FLOAT32) if isinstance(weights, MXFP4) else weights[index]
+
+
+def input_first(layer: Layer) -> Layer:
+    """Returns the layer with plain weights as `[E, in, out]`."""
+
+    def swapped(weights: jax.Array | MXFP4) -> jax.Array | MXFP4:
+        return weights if isinstance(weights, MXFP4) else jnp.swapaxes(weights, 1, 2)
+
+    return Layer(layer.shape, swapped(layer.gate_up), swapped(layer.down))
 
 
 def every(weights: jax.Array | MXFP4) -> jax.Array:
-    """Returns all experts' weights `[E, out, in]`."""
+    """Returns all experts' weights `[E, in, out]` of a layer that `input_first` made."""
     if isinstance(weights, MXFP4):
-        return unpack_mxfp4(weights.blocks[...], weights.scales[...], jnp.float32)
+        unpacked = unpack_mxfp4(weights.blocks[...], weights.scales[...], FLOAT32)
+        return jnp.swapaxes(unpacked, 1, 2)
     return weights
 
 
@@ -120,13 +144,8 @@ def ragged(layer: Layer, rows: jax.Array, chosen: jax.Array, weights: jax.Array)
     flat, k = chosen.reshape(-1), chosen.shape[1]
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=layer.shape.experts).astype(jnp.int32)
-    numbers = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[0],
-    )
-    inner = jax.lax.ragged_dot_general(rows[order // k], every(layer.gate_up), sizes, numbers)
-    out = jax.lax.ragged_dot_general(gated(inner), every(layer.down), sizes, numbers)
+    inner = jax.lax.ragged_dot(rows[order // k], every(layer.gate_up), sizes)
+    out = jax.lax.ragged_dot(gated(inner), every(layer.down), sizes)
     out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
     return jnp.einsum("rkh,rk->rh", out, weights)
 
@@ -150,20 +169,21 @@ SCHEDULES: dict[str, Callable[..., jax.Array]] = {
 
 
 @click.command()
-@click.option("--repeats", default=7, show_default=True)
-@click.option("--limit", default=2.0, show_default=True, help="Seconds above which once is enough.")
-@click.option("--gigabytes", default=8.0, show_default=True, help="Most that pairs may unpack.")
+@click.option("--repeats", default=5, show_default=True)
+@click.option("--limit", default=1.0, show_default=True, help="Seconds above which once is enough.")
+@click.option("--gigabytes", default=4.0, show_default=True, help="Most that pairs may gather.")
 @click.option("--output", type=Path, help="JSON file to write.")
 def main(repeats: int, limit: float, gigabytes: float, output: Path | None) -> None:
     """Print milliseconds of the blocks and multiples of them; write JSON."""
     measured = []
-    with tqdm(total=len(SHAPES) * len(ROWS), unit="case") as bar:
+    with tqdm(total=len(SHAPES) * len(ROWS), unit="case", disable=None) as bar:
         for name, shape in SHAPES.items():
-            layer = Layer.random(shape)
+            layers = dict.fromkeys(SCHEDULES, Layer.random(shape))
+            layers["ragged_dot"] = input_first(layers["ragged_dot"])
             for rows in ROWS:
-                most = gigabytes * 1e9 / shape.expert_bytes
-                left_out = {"pairs"} if rows * shape.chosen > most else set()
-                found = measure(layer, rows, repeats, limit, left_out)
+                if rows * shape.chosen * shape.expert_bytes > gigabytes * 1e9:
+                    layers.pop("pairs", None)
+                found = measure(layers, rows, repeats, limit)
                 measured.append({"layer": name, "rows": rows, **found})
                 bar.update()
     show(measured)
@@ -187,37 +207,50 @@ def main(repeats: int, limit: float, gigabytes: float, output: Path | None) -> N
         raise click.ClickException(f"results differ by {worst:.1e}, more than {TOLERANCE:.0e}")
 
 
-def measure(
-    layer: Layer, num_rows: int, repeats: int, limit: float, left_out: set[str]
-) -> dict[str, Any]:
-    """Times the schedules in turns.
+def measure(layers: dict[str, Layer], num_rows: int, repeats: int, limit: float) -> dict[str, Any]:
+    """Times schedules in turns.
+
+    Args:
+      layers: by schedule, the same layer as each of them wants it.
+      num_rows: R.
+      repeats: passes over the schedules after the first.
+      limit: seconds above which the first pass is enough.
 
     Returns:
-      `milliseconds` by schedule (medians), `times_blocks` (ratios of them), and
-      `largest_difference` of a result from that of the blocks, relative to their largest value.
+      `milliseconds` by schedule (medians; what took longer than `limit` in the first pass over
+      everything ran only there), `times_blocks` (ratios of them), and `largest_difference` of a
+      result from that of the blocks, relative to their largest value.
     """
     rng = np.random.default_rng(num_rows)
+    shape = layers["blocks"].shape
+    arguments = routes(shape, num_rows, rng)
     programs = {
-        name: jax.jit(functools.partial(schedule, layer))
-        for name, schedule in SCHEDULES.items()
-        if name not in left_out
+        name: jax.jit(SCHEDULES[name]).lower(layer, *arguments).compile()
+        for name, layer in layers.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    slow: dict[str, float] = {}
     largest = 0.0
     for repeat in range(repeats + 1):
-        arguments = routes(layer.shape, num_rows, rng)
         results = {}
         for name, program in programs.items():
-            if seconds[name] and seconds[name][0] > limit:
+            if name in slow:
                 continue
             started = time.perf_counter()
-            results[name] = np.asarray(program(*arguments))
-            if repeat > 0:  # the first one compiles
-                seconds[name].append(time.perf_counter() - started)
+            results[name] = np.asarray(program(layers[name], *arguments))
+            taken = time.perf_counter() - started
+            if repeat > 0:
+                seconds[name].append(taken)
+            elif taken > limit and name != "blocks":
+                slow[name] = taken
         scale = np.abs(results["blocks"]).max()
         for result in results.values():
             largest = max(largest, float(np.abs(result - results["blocks"]).max() / scale))
-    medians = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+        arguments = routes(shape, num_rows, rng)
+    medians = {
+        name: 1e3 * (slow[name] if name in slow else statistics.median(seconds[name]))
+        for name in programs
+    }
     return {
         "milliseconds": medians,
         "times_blocks": {name: value / medians["blocks"] for name, value in medians.items()},

@@ -69,13 +69,17 @@ def read_prompt_prefix(
     )
     arguments = (target.weights, proposer, jnp.asarray(tokens), jnp.int32(len(ids)), *caches)
     program = _compiled(read_prefix, *arguments, prompt_rows=rows)
-    return PromptPrefix(ids, *program(*arguments), target, drafter)
+    target_cache, draft_cache, read = program(*arguments)
+    return PromptPrefix(ids, target_cache, draft_cache, read, target, drafter)
 
 
 class Batch:
     """Prompts that are answered together.
 
     Attributes:
+      prompts: the prompts' token ids, those of the prefix included.
+      models: target, proposer and request, as the programs take them.
+      state: where it stands, on the device; None before the first `run`.
       generation: the sequences so far, on the host; rows past the prompts only fill the bucket.
       seconds: running time of programs so far, prefill included.
       compile_seconds: time spent compiling so far.
@@ -104,10 +108,11 @@ class Batch:
         most = max(read, min(read + max_new_tokens, config.max_position_embeddings))
         self._rows = _power_of_two(len(prompts))
         self._capacity = capacity_for(most, proposer.num_drafts)
-        self._request = self._make_request(config, params, max_new_tokens)
+        request = self._make_request(config, params, max_new_tokens)
+        self.models = (target.weights, proposer, request)
         wanted = [p.logprobs for p in params if p.logprobs is not None]
         self._num_logprobs = max(wanted) if wanted else None
-        self._state: State | None = None
+        self.state: State | None = None
 
     def _make_request(
         self, config: TargetConfig, params: Sequence[SamplingParams], max_new_tokens: int
@@ -129,8 +134,13 @@ class Batch:
         sampling = None
         if not all(p.is_plain_greedy for p in params):
             sampling = _sampling(params, self._rows, config.vocab_size)
-        arrays = (jnp.asarray(x, jnp.int32) for x in (tokens, lengths, budgets, stop_ids))
-        return Request(*arrays, sampling)
+        return Request(
+            tokens=jnp.asarray(tokens),
+            lengths=jnp.asarray(lengths),
+            budgets=jnp.asarray(budgets),
+            stop_ids=jnp.asarray(stop_ids, jnp.int32),
+            sampling=sampling,
+        )
 
     def run(self, rounds: int | None = None) -> Generation:
         """Reads the prompts at the first call, and runs so many rounds, or all there are.
@@ -138,14 +148,13 @@ class Batch:
         Returns:
           the sequences, on the host.
         """
-        models = (self._target.weights, self._proposer, self._request)
-        if self._state is None:
+        if self.state is None:
             last = jnp.int32(ALL_ROUNDS if rounds is None else rounds)
             read = self._prefix.read if self._prefix else None
             if read is not None and read.feature is not None:
                 feature = jnp.broadcast_to(read.feature, (self._rows, *read.feature.shape[1:]))
                 read = dataclasses.replace(read, feature=feature)
-            arguments: tuple[Any, ...] = (*models, *self._caches(), last, read)
+            arguments: tuple[Any, ...] = (*self.models, *self._caches(), last, read)
             call = functools.partial(
                 self._timed,
                 generate_tokens,
@@ -155,17 +164,17 @@ class Batch:
         else:
             done = int(self.generation.rounds)
             last = jnp.int32(ALL_ROUNDS if rounds is None else done + rounds)
-            arguments = (*models, self._state, last)
+            arguments = (*self.models, self.state, last)
             call = functools.partial(self._timed, continue_generation)
-        self._state, self.generation = call(*arguments)
+        self.state, self.generation = call(*arguments)
         return self.generation
 
     def stop(self, rows: Sequence[int]) -> None:
         """Ends the answers of these rows where they stand."""
-        assert self._state is not None
-        done = self._state.generation.done.at[jnp.asarray(rows, jnp.int32)].set(True)
-        generation = dataclasses.replace(self._state.generation, done=done)
-        self._state = dataclasses.replace(self._state, generation=generation)
+        assert self.state is not None
+        done = self.state.generation.done.at[jnp.asarray(rows, jnp.int32)].set(True)
+        generation = dataclasses.replace(self.state.generation, done=done)
+        self.state = dataclasses.replace(self.state, generation=generation)
 
     def _caches(self) -> tuple[KVCache, Any]:
         """Returns empty caches, or copies of the prefix's."""

@@ -131,11 +131,8 @@ class TextStream:
     def _text_of_open_run(self) -> str:
         """Returns the text of the run of byte tokens at the end, if a stop string may end it."""
         run = self._decoder.run
+        # A run with a stop string's bytes at its end is whole, or never will be.
         if run and any(run.endswith(stop[-len(run) :]) for stop in self._stop_bytes):
-            try:
-                run.decode()
-            except UnicodeDecodeError:
-                return ""
             return self._decoder.pending()
         return ""
 

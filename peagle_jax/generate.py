@@ -1,6 +1,5 @@
 """`generate` and `stream`: text in, text out, and how many passes of the target it took."""
 
-import dataclasses
 import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -8,26 +7,14 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
-from peagle_jax.batch import Batch, PromptPrefix, read_prompt_prefix
+from peagle_jax.answers import Answers, Job
+from peagle_jax.batch import PromptPrefix, read_prompt_prefix
 from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
-from peagle_jax.decoding import (
-    AutoregressiveDraft,
-    Generation,
-    NoDraft,
-    ParallelDraft,
-    Proposer,
-)
-from peagle_jax.detokenize import TextStream, decode
+from peagle_jax.decoding import AutoregressiveDraft, NoDraft, ParallelDraft, Proposer
 from peagle_jax.load import LoadedDrafter, LoadedTarget, Source, load_drafter, load_target
+from peagle_jax.profile import draft_share
 from peagle_jax.prompts import Prompt, PromptError, Prompts, encode_prompts
-from peagle_jax.results import (
-    Acceptance,
-    Completion,
-    GenerationResult,
-    Metrics,
-    Piece,
-    TokenLogprobs,
-)
+from peagle_jax.results import Completion, GenerationResult, Metrics, Piece
 from peagle_jax.sampling_params import SamplingParams
 
 Drafting = Literal["auto", "parallel", "autoregressive"]
@@ -53,6 +40,7 @@ def generate(
     prefix: PromptPrefix | None = None,
     exact: bool = False,
     batch_size: int = 8,
+    profile: bool = False,
     progress: bool = False,
 ) -> GenerationResult:
     """Generates. With a drafter greedy tokens, and the law of sampled ones, are the same.
@@ -72,7 +60,8 @@ def generate(
       draft_sampling: "greedy" drafts what is most likely, "sample" draws drafts of sampled
         answers at their temperature. The answers' law is the target's either way.
       prefix: what `prefill` made of the tokens that all prompts begin with; the prompts are then
-        what follows, and strings are tokenized on their own.
+        what follows: token ids, or strings, which are tokenized on their own and without the
+        token that begins a text.
       exact: plain decoding in the K + 1 row program that a drafter's verification runs. In
         exact arithmetic it changes nothing; in floating point, products of different row counts
         round differently, and a near tie of the top two logits may fall either way. With
@@ -80,6 +69,8 @@ def generate(
         weights, if both calls name the same `num_speculative_tokens`. It costs K + 1 rows per
         token. No effect with a drafter.
       batch_size: prompts that run together.
+      profile: time the drafter after the last batch, for `metrics.draft_share`. The first time it
+        compiles two programs more.
       progress: show a progress bar on standard error, if that is a terminal.
 
     Returns:
@@ -97,20 +88,26 @@ def generate(
         draft_sampling, prefix, exact,
     )  # fmt: skip
     completions: list[Completion] = []
-    batches: list[Batch] = []
     rounds_of: list[np.ndarray] = []
+    seconds = compile_seconds = 0.0
+    share = None
     with tqdm(total=len(job.prompts), unit="prompt", disable=None if progress else True) as bar:
         for begin in range(0, len(job.prompts), batch_size):
-            answers = _Answers(job, slice(begin, begin + batch_size), as_stream=False)
+            answers = Answers(job, slice(begin, begin + batch_size), as_stream=False)
             for _ in answers.pieces(STOP_STRING_ROUNDS if answers.has_texts else None):
                 pass
             completions += answers.completions
             rounds_of += answers.rounds_of
-            batches.append(answers.batch)
+            seconds += answers.batch.seconds
+            compile_seconds += answers.batch.compile_seconds
             bar.update(len(answers.completions))
-            speed = _metrics(batches, rounds_of, job.proposer).tokens_per_second
-            bar.set_postfix_str(f"{speed:.1f} tok/s")
-    return GenerationResult(completions, _metrics(batches, rounds_of, job.proposer))
+            bar.set_postfix_str(f"{sum(map(len, rounds_of)) / seconds:.1f} tok/s")
+    if profile and drafter is not None:
+        share = draft_share(answers.batch)
+    drafts = job.proposer.num_drafts
+    return GenerationResult(
+        completions, Metrics.of_run(rounds_of, drafts, seconds, compile_seconds, share)
+    )
 
 
 def stream(
@@ -144,8 +141,8 @@ def stream(
       prefix: as for `generate`.
 
     Yields:
-      pieces; an answer's last one holds its `Completion`. The texts of an answer's pieces are
-      together its text.
+      pieces; an answer's last one holds its `Completion`, and the very last one the `Metrics`.
+      The texts of an answer's pieces are together its text.
 
     Raises:
       as `generate`, before the first piece.
@@ -155,7 +152,7 @@ def stream(
         target, prompts, drafter, sampling, max_new_tokens, num_speculative_tokens, drafting,
         draft_sampling, prefix, exact=False,
     )  # fmt: skip
-    return _Answers(job, slice(None), as_stream=True).pieces(rounds_per_piece)
+    return Answers(job, slice(None), as_stream=True).pieces(rounds_per_piece)
 
 
 def prefill(
@@ -224,18 +221,6 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """A checked call: models, prompts as token ids (after the prefix), settings of each."""
-
-    target: LoadedTarget
-    proposer: Proposer
-    prompts: list[list[int]]
-    params: list[SamplingParams]
-    max_new_tokens: int
-    prefix: PromptPrefix | None
-
-
 def _prepare(
     target: Source | LoadedTarget,
     prompts: Prompts,
@@ -247,7 +232,7 @@ def _prepare(
     draft_sampling: DraftSampling,
     prefix: PromptPrefix | None,
     exact: bool,
-) -> _Job:
+) -> Job:
     """Loads what is not loaded, and finds everything that is wrong before anything runs."""
     _check_at_least("max_new_tokens", max_new_tokens, 1)
     if num_speculative_tokens is not None:
@@ -261,8 +246,13 @@ def _prepare(
         prefix.target.weights is target.weights
         and (prefix.drafter and prefix.drafter.weights) is (drafter and drafter.weights)
     ):
-        raise ValueError("the prefix was made with another target or drafter: call prefill again")
-    encoded = encode_prompts(prompts, target.tokenizer, config.vocab_size)
+        raise ValueError(
+            "the prefix was made with another target or drafter: give prefill and generate the "
+            "same loaded ones"
+        )
+    encoded = encode_prompts(
+        prompts, target.tokenizer, config.vocab_size, continued=prefix is not None
+    )
     known = len(prefix.token_ids) if prefix else 0
     for index, ids in enumerate(encoded):
         _check_room(index, known + len(ids), config.max_position_embeddings)
@@ -271,7 +261,7 @@ def _prepare(
         each.check_for(config.vocab_size, config.eos_token_ids)
         if each.stop and target.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, which the target does not have")
-    return _Job(target, proposer, encoded, params, max_new_tokens, prefix)
+    return Job(target, proposer, encoded, params, max_new_tokens, prefix)
 
 
 def _load(
@@ -342,130 +332,3 @@ def _check_at_least(name: str, value: Any, least: int) -> None:
 def _check_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-class _Answers:
-    """One batch from prompts to completions, with the stops that only the text shows.
-
-    Attributes:
-      batch: what runs on the device.
-      rounds_of: per answer, the round `[n]` that each of its tokens comes from.
-    """
-
-    def __init__(self, job: _Job, part: slice, as_stream: bool):
-        self._job = job
-        self._params = job.params[part]
-        prompts = job.prompts[part]
-        self.batch = Batch(
-            job.target, job.proposer, prompts, self._params, job.max_new_tokens, job.prefix
-        )
-        tokenizer = job.target.tokenizer
-        self._texts = [
-            TextStream(tokenizer, p.stop, include_stop_str_in_output=p.include_stop_str_in_output)
-            if tokenizer is not None and (as_stream or p.stop)
-            else None
-            for p in self._params
-        ]
-        self._shown = [""] * len(prompts)
-        self._ends = [len(prompt) for prompt in self.batch.prompts]  # of the tokens looked at
-        self._completions: list[Completion | None] = [None] * len(prompts)
-        self.rounds_of = [np.zeros((0,), np.int32)] * len(prompts)
-
-    @property
-    def has_texts(self) -> bool:
-        """Whether texts have to be looked at while they grow."""
-        return any(text is not None for text in self._texts)
-
-    @property
-    def completions(self) -> list[Completion]:
-        """The answers that are complete."""
-        return [completion for completion in self._completions if completion is not None]
-
-    def pieces(self, rounds: int | None) -> Iterator[Piece]:
-        """Runs until all answers are complete, looking at them every so many rounds."""
-        while None in self._completions:
-            generation = self.batch.run(rounds)
-            pieces = [
-                self._look(row, generation)
-                for row, completion in enumerate(self._completions)
-                if completion is None
-            ]
-            cut = [p.index for p in pieces if p.completion and not generation.done[p.index]]
-            if cut:
-                self.batch.stop(cut)
-            for piece in pieces:
-                if piece.completion or piece.text or piece.token_ids:
-                    yield piece
-
-    def _look(self, row: int, generation: Generation) -> Piece:
-        """Takes a row's new tokens, and completes its answer if they end it."""
-        stream, begin = self._texts[row], self._ends[row]
-        new = generation.tokens[row, begin : int(generation.lengths[row])].tolist()
-        text = None
-        if stream is not None:
-            before = stream.num_tokens
-            text = stream.feed(new)
-            new = new[: stream.num_tokens - before]
-        self._ends[row] += len(new)
-        ended = bool(generation.done[row]) or (stream is not None and stream.stopped is not None)
-        if stream is not None:
-            text = (text or "") + (stream.finish() if ended else "")
-            self._shown[row] += text
-        if ended:
-            self._completions[row] = self._complete(row, generation)
-        return Piece(row, text, new, self._completions[row])
-
-    def _complete(self, row: int, generation: Generation) -> Completion:
-        """Returns the answer of a row whose tokens have all been looked at."""
-        prompt, params, stream = self.batch.prompts[row], self._params[row], self._texts[row]
-        made = slice(len(prompt), self._ends[row])
-        ids = generation.tokens[row, made].tolist()
-        tokenizer = self._job.target.tokenizer
-        text = None if tokenizer is None else self._shown[row]
-        if stream is None and tokenizer is not None:
-            text = decode(tokenizer, ids)
-        reason: int | str | None = stream.stopped if stream else None
-        if reason is None and ids[-1] in params.stop_ids(self._job.target.config.eos_token_ids):
-            reason = ids[-1]
-        self.rounds_of[row] = np.asarray(generation.emitted_in[row, made])
-        return Completion(
-            text=text,
-            token_ids=ids,
-            finish_reason="length" if reason is None else "stop",
-            stop_reason=reason,
-            prompt_token_ids=prompt,
-            logprobs=_logprobs(generation, row, made, params.logprobs),
-            acceptance=Acceptance.of([self.rounds_of[row]], self._job.proposer.num_drafts),
-        )
-
-
-def _logprobs(
-    generation: Generation, row: int, made: slice, count: int | None
-) -> list[TokenLogprobs] | None:
-    if count is None:
-        return None
-    kept = generation.logprobs
-    assert kept is not None
-    columns = (
-        generation.tokens[row, made].tolist(),
-        kept.chosen[row, made].tolist(),
-        kept.top_ids[row, made, :count].tolist(),
-        kept.top[row, made, :count].tolist(),
-    )
-    return [
-        TokenLogprobs(token, own, list(zip(ids, top, strict=True)))
-        for token, own, ids, top in zip(*columns, strict=True)
-    ]
-
-
-def _metrics(
-    batches: Sequence[Batch], rounds_of: Sequence[np.ndarray], proposer: Proposer
-) -> Metrics:
-    seconds = sum(batch.seconds for batch in batches)
-    return Metrics.of(
-        rounds_of,
-        proposer.num_drafts,
-        seconds=seconds,
-        tokens_per_second=sum(map(len, rounds_of)) / seconds,
-        compile_seconds=sum(batch.compile_seconds for batch in batches),
-    )

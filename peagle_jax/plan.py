@@ -5,16 +5,15 @@ pass computes in between is estimated by formulas, those of `prefill_bytes` and 
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 from peagle_jax import checkpoint
-from peagle_jax.config import DecoderConfig, DrafterConfig, TargetConfig
-from peagle_jax.decoding import capacity_for
 from peagle_jax.batch import MIN_PROMPT_BUCKET
+from peagle_jax.config import DecoderConfig, DrafterConfig, TargetConfig
+from peagle_jax.decoding import capacity_for, prefill_rows
 from peagle_jax.generate import DEFAULT_SPECULATIVE_TOKENS
 from peagle_jax.kernels.attention import PIECE_ROWS, block_rows
 from peagle_jax.kernels.experts import MAX_BLOCK
@@ -93,7 +92,7 @@ class MemoryPlan:
       drafter: those of the drafter; None for plain decoding.
       num_speculative_tokens: K, 0 for plain decoding.
       rows: sequences of the program, the batch size rounded up to a power of two.
-      prompt_rows: rows that the prefill computes for each sequence.
+      prompt_rows: rows that the prefill computes for each sequence, in one or more passes.
       capacity: slots of a sequence in a layer without a window.
       prefill_bytes: estimate of what the prefill computes in between.
       round_bytes: estimate of what a round computes in between.
@@ -219,7 +218,7 @@ def plan_memory(
         rows=rows,
         prompt_rows=prompt_rows,
         capacity=capacity,
-        prefill_bytes=prefill_bytes(target, drafter, rows, prompt_rows, kind),
+        prefill_bytes=prefill_bytes(target, drafter, cache, draft_cache, prompt_rows),
         round_bytes=round_bytes(target, drafter, cache, draft_cache, drafts),
         device_bytes=device_bytes,
     )
@@ -274,36 +273,48 @@ def usual_drafter(
 
 
 def prefill_bytes(
-    target: TargetConfig, drafter: DrafterConfig | None, rows: int, length: int, dtype: jnp.dtype
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    cache: KVCache,
+    draft_cache: KVCache | None,
+    prompt_rows: int,
 ) -> int:
     """Estimates what the prefill computes in between, in bytes.
 
-    Buffers of one layer are reused by the next, so it is what the largest layer of target and
-    drafter takes (`_layer_bytes`), and the feature `[B, P, F]`, which is kept for the drafter.
-    Attention cuts its query rows into pieces of `PIECE_ROWS`; the last reads all P keys, or with
-    a window those of the piece and the window before it.
+    Passes reuse each other's buffers, and so do layers: it is what the largest layer of target or
+    drafter takes (`_layer_bytes`) for the rows of one pass. Beside the target's layers the pass's
+    feature `[B, T, F]` is kept, of which the drafter needs only a projection. A single pass sees
+    its own rows alone; with a window, those of a piece and the window before it. One of several
+    passes sees all slots of the cache, or with a window the ring and its own rows; and XLA keeps
+    the zeros that loops over blocks begin with (`_zeros_bytes`) from one layer to the next.
 
     Args:
       target: architecture.
       drafter: architecture, or None.
-      rows: B.
-      length: P.
-      dtype: of activations.
+      cache: of the target, as shapes.
+      draft_cache: of the drafter, as shapes, or None.
+      prompt_rows: P.
     """
-    piece = min(length, PIECE_ROWS)
+    rows, dtype = cache.keys[0].shape[0], cache.keys[0].dtype
+    length = prefill_rows(rows, prompt_rows)
+    piece, single = min(length, PIECE_ROWS), length == prompt_rows
 
-    def largest(config: DecoderConfig) -> int:
-        def seen(layer: int) -> int:
-            window = config.sliding_windows[layer]
-            return length if window is None else min(length, piece + window - 1)
+    def largest(config: DecoderConfig, kept: KVCache) -> int:
+        layers, zeros = [], [0]
+        for layer, window in enumerate(config.sliding_windows):
+            slots = kept.keys[layer].shape[2]
+            if single:
+                seen = length if window is None else min(length, piece + window - 1)
+            else:
+                seen = slots if window is None else slots + length
+                zeros.append(_zeros_bytes(config, layer, rows, length, seen, dtype.itemsize))
+            layers.append(_layer_bytes(config, layer, rows, length, seen, dtype.itemsize))
+        return max(layers) + max(zeros)
 
-        return _largest_layer(config, rows, length, seen, dtype)
-
-    if drafter is None:
-        return largest(target)
-    return rows * length * drafter.feature_size * dtype.itemsize + max(
-        largest(target), largest(drafter)
-    )
+    if drafter is None or draft_cache is None:
+        return largest(target, cache)
+    features = rows * length * drafter.feature_size * dtype.itemsize
+    return max(features + largest(target, cache), largest(drafter, draft_cache))
 
 
 def round_bytes(
@@ -330,7 +341,10 @@ def round_bytes(
     logit = jnp.dtype(jnp.float32).itemsize + dtype.itemsize
 
     def largest(config: DecoderConfig, kept: KVCache, length: int) -> int:
-        return _largest_layer(config, rows, length, lambda i: kept.keys[i].shape[2], dtype)
+        return max(
+            _layer_bytes(config, layer, rows, length, keys.shape[2], dtype.itemsize)
+            for layer, keys in enumerate(kept.keys)
+        )
 
     verified = num_drafts + 1
     parts = [largest(target, cache, verified), rows * verified * target.vocab_size * logit]
@@ -342,20 +356,6 @@ def round_bytes(
     return max(parts)
 
 
-def _largest_layer(
-    config: DecoderConfig,
-    rows: int,
-    length: int,
-    seen: Callable[[int], int],
-    dtype: jnp.dtype,
-) -> int:
-    """Returns the most that a layer takes; `seen` tells a layer's keys."""
-    return max(
-        _layer_bytes(config, layer, rows, length, seen(layer), dtype.itemsize)
-        for layer in range(config.num_layers)
-    )
-
-
 def _layer_bytes(
     config: DecoderConfig, layer: int, rows: int, length: int, keys: int, itemsize: int
 ) -> int:
@@ -363,19 +363,19 @@ def _layer_bytes(
 
     The residual stream `[B, T, H]`, and the larger of
 
-    - attention: queries, keys, values and output, `[B, T, 2 N + 2 N_kv, D]`, and for a piece of at
-      most `PIECE_ROWS` rows the scores `[B, N, T', S]` in float32, twice, before and after the
-      softmax (with attention sinks XLA's softmax works in place);
-    - the MLP: gate, up and their product, `[B, T, 3 I]`; or for a mixture of experts its output
-      `[B T k, H]` for each pair of row and expert. `mix_experts` computes few pairs (no more than
-      experts) one by one, with `[B T k, 3 I]`; many in blocks of up to `MAX_BLOCK` rows of one
-      expert, where every expert in use may leave its last block unfilled. Meanwhile it keeps its
-      input `[B, T, H]` and the unpacked weights of one expert.
+    - attention: queries, keys, values and output, `[B, T, 2 N + 2 N_kv, D]`, where there are
+      several pieces also what RoPE made queries and keys of, `[B, T, N + N_kv, D]`; and the scores
+      `[B, N, T', S]` of the rows that are scored together (`_scored_rows`) in float32, twice,
+      before and after the softmax (with attention sinks XLA's softmax works in place);
+    - the MLP: gate, up and their product, `[B, T, 3 I]`; or a mixture of experts: few pairs of row
+      and expert (no more than experts) are computed one by one, with `[B T k, H + 3 I]`; many in
+      blocks (`_block_output`). Meanwhile it keeps its input `[B, T, H]` and the unpacked weights
+      of one expert.
     """
     total, moe = rows * length, config.moe
-    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-    per_row = rows * config.num_heads * keys
-    scores = per_row * block_rows(min(length, PIECE_ROWS), per_row)
+    heads = (config.num_heads + config.num_kv_heads) * config.head_dim
+    heads *= 2 if length <= PIECE_ROWS else 3
+    scores = rows * config.num_heads * keys * _scored_rows(config, rows, length, keys)
     copies = 1 if config.attention_sinks else 2
     attention = total * heads * itemsize + copies * scores * jnp.dtype(jnp.float32).itemsize
     if moe is not None and moe.layers[layer]:
@@ -384,11 +384,43 @@ def _layer_bytes(
         if pairs <= moe.num_experts:
             mlp = pairs * (hidden + 3 * inner) * itemsize
         else:
-            padding = moe.num_experts * min(MAX_BLOCK, total)
-            mlp = (pairs + padding + total + 3 * inner) * hidden * itemsize
+            mlp = (_block_output(config, total) + (total + 3 * inner) * hidden) * itemsize
     else:
         mlp = 3 * total * config.intermediate_size * itemsize
     return total * config.hidden_size * itemsize + max(attention, mlp)
+
+
+def _zeros_bytes(
+    config: DecoderConfig, layer: int, rows: int, length: int, keys: int, itemsize: int
+) -> int:
+    """Returns the size of the arrays that one layer's loops over blocks fill.
+
+    They are the output `[B, T', N, D]` of a piece of attention that is cut into blocks, and that of
+    a mixture of experts. XLA makes the zeros of all layers one array and copies it in each.
+    """
+    piece, size = min(length, PIECE_ROWS), 0
+    if _scored_rows(config, rows, length, keys) < piece:
+        size = rows * piece * config.num_heads * config.head_dim
+    if config.moe is not None and config.moe.layers[layer]:
+        size += _block_output(config, rows * length)
+    return size * itemsize
+
+
+def _scored_rows(config: DecoderConfig, rows: int, length: int, keys: int) -> int:
+    """Returns the rows of each sequence whose scores attention holds at a time."""
+    return block_rows(min(length, PIECE_ROWS), rows * config.num_heads * keys)
+
+
+def _block_output(config: DecoderConfig, total: int) -> int:
+    """Returns the values that a mixture of experts puts out in blocks, for so many rows.
+
+    They are H for each pair of row and expert, in blocks of up to `MAX_BLOCK` rows of one expert;
+    every expert in use may leave its last block unfilled.
+    """
+    assert config.moe is not None
+    pairs = total * config.moe.num_experts_per_token
+    padding = config.moe.num_experts * min(MAX_BLOCK, total)
+    return (pairs + padding) * config.hidden_size
 
 
 def _cache(

@@ -14,7 +14,9 @@ class PromptError(ValueError):
     """A prompt is not of a form that can be answered."""
 
 
-def encode_prompts(prompts: Prompts, tokenizer: Any, vocab_size: int) -> list[list[int]]:
+def encode_prompts(
+    prompts: Prompts, tokenizer: Any, vocab_size: int, *, continued: bool = False
+) -> list[list[int]]:
     """Turns prompts into token ids.
 
     Args:
@@ -23,6 +25,8 @@ def encode_prompts(prompts: Prompts, tokenizer: Any, vocab_size: int) -> list[li
         assistant's turn opened) or a list of token ids.
       tokenizer: a Hugging Face tokenizer; None will do where every prompt is token ids.
       vocab_size: token ids must be below it.
+      continued: the prompts go on from a text that was read before, so that no token begins a
+        text, and no template a chat.
 
     Raises:
       PromptError: naming the prompt by its index.
@@ -40,18 +44,19 @@ def encode_prompts(prompts: Prompts, tokenizer: Any, vocab_size: int) -> list[li
     encoded = []
     for index, prompt in enumerate(prompts):
         try:
-            encoded.append(_encode(prompt, tokenizer, vocab_size))
+            encoded.append(_encode(prompt, tokenizer, vocab_size, continued))
         except PromptError as error:
             raise PromptError(f"prompt {index}: {error}") from None
     return encoded
 
 
-def _encode(prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:
+def _encode(prompt: Any, tokenizer: Any, vocab_size: int, continued: bool) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise PromptError("the target has no tokenizer, so it takes token ids only")
         try:
-            ids = _check_ids(tokenizer(prompt, verbose=False)["input_ids"], vocab_size)
+            encoded = tokenizer(prompt, verbose=False, add_special_tokens=not continued)
+            ids = _check_ids(encoded["input_ids"], vocab_size)
         except TypeError as error:  # a lone surrogate
             raise PromptError("it is no valid Unicode text") from error
     elif isinstance(prompt, bytes | bytearray) or not (
@@ -61,6 +66,11 @@ def _encode(prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:
             f"{type(prompt).__name__} is no prompt: give a string, a list of messages or token ids"
         )
     elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
+        if continued:
+            raise PromptError(
+                "messages after a prefix would begin another chat: render the chat template "
+                "yourself, and give the token ids after the prefix"
+            )
         ids = _encode_chat(prompt, tokenizer, vocab_size)
     else:
         ids = _check_ids(prompt, vocab_size)

@@ -51,14 +51,34 @@ class Metrics(Acceptance):
       seconds: running time of the program, prefill included, compilation excluded.
       tokens_per_second: `num_generated_tokens / seconds`.
       compile_seconds: time spent compiling programs for new shapes.
-      draft_share: share of a round that drafting takes, the rest being verification, as timed
-        after the generation; None unless asked for, or without a drafter.
+      draft_share: share of a round's time that drafting takes, the rest being verification, as
+        timed after the last batch (`generate(profile=True)`); None unless asked for, or without a
+        drafter.
     """
 
     seconds: float
     tokens_per_second: float
     compile_seconds: float
     draft_share: float | None = None
+
+    @classmethod
+    def of_run(
+        cls,
+        emitted_in: Sequence[np.ndarray],
+        num_drafts: int,
+        seconds: float,
+        compile_seconds: float,
+        draft_share: float | None = None,
+    ) -> Self:
+        """As `of`, with what it cost."""
+        return cls.of(
+            emitted_in,
+            num_drafts,
+            seconds=seconds,
+            tokens_per_second=sum(map(len, emitted_in)) / seconds,
+            compile_seconds=compile_seconds,
+            draft_share=draft_share,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +145,11 @@ class Piece:
       text: the new text; never half a character, never text past a stop. None without a tokenizer.
       token_ids: the new tokens. Their text may come with a later piece.
       completion: the whole answer, with its last piece.
+      metrics: of the whole call, with its last piece.
     """
 
     index: int
     text: str | None
     token_ids: list[int]
     completion: Completion | None = None
+    metrics: Metrics | None = None

@@ -1,7 +1,6 @@
 """How one prompt is to be answered, by the names that vLLM and transformers use."""
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +8,8 @@ from typing import Any
 from peagle_jax.detokenize import check_stop_strings
 
 MAX_LOGPROBS = 100
+# Of what changes logits, so that everything computed from them is finite in float32.
+MOST = 1e10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +65,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_stop_strings(self.stop)
-        for name in ("temperature", "presence_penalty", "frequency_penalty"):
-            _number(name, getattr(self, name), -math.inf, math.inf)
-        _number("temperature", self.temperature, 0, math.inf)
-        _number("repetition_penalty", self.repetition_penalty, 0, math.inf, above=True)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), -MOST, MOST)
+        _number("temperature", self.temperature, 0, MOST)
+        _number("repetition_penalty", self.repetition_penalty, 1 / MOST, MOST)
         _number("top_p", self.top_p, 0, 1, above=True)
         _number("min_p", self.min_p, 0, 1)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
@@ -79,11 +80,18 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias: a token id", token, 0, 2**31 - 1)
-            _number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
+            _number(f"logit_bias[{token}]", bias, -MOST, MOST)
         for name in ("allowed_token_ids", "bad_token_ids", "stop_token_ids"):
-            for token in getattr(self, name) or ():
+            ids = getattr(self, name)
+            if ids is None and name == "allowed_token_ids":
+                continue
+            if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+                raise ValueError(f"{name} must be a list of token ids, got {ids!r}")
+            for token in ids:
                 _integer(f"{name}: a token id", token, 0, 2**31 - 1)
         if self.allowed_token_ids is not None and not self._left():
             raise ValueError(
@@ -138,15 +146,10 @@ class SamplingParams:
 
 def _number(name: str, value: Any, least: float, most: float, above: bool = False) -> None:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if (
-        not is_number
-        or not math.isfinite(value)
-        or not least <= value <= most
-        or (above and value == least)
-    ):
-        bound = f"{'above' if above else 'at least'} {least}" if least > -math.inf else "finite"
-        upper = f" and at most {most}" if most < math.inf else ""
-        raise ValueError(f"{name} must be a number, {bound}{upper}, got {value!r}")
+    # NaN compares with nothing.
+    if not is_number or not least <= value <= most or (above and value == least):
+        bound = f"{'above' if above else 'at least'} {least:g} and at most {most:g}"
+        raise ValueError(f"{name} must be a number, {bound}, got {value!r}")
 
 
 def _integer(name: str, value: Any, least: int, most: int) -> None:

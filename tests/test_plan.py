@@ -196,8 +196,8 @@ def test_shapes_are_those_that_generate_allocates(
     head = usual_drafter(config, 2)
     seen: list[Any] = []
 
-    def compiled(*arguments: Any, **options: Any) -> Any:
-        seen.extend(arguments)
+    def compiled(function: Any, *arguments: Any, prompt_rows: int, **options: Any) -> Any:
+        seen.extend([prompt_rows, *arguments])
         raise Enough
 
     monkeypatch.setattr(sys.modules["peagle_jax.batch"], "_compiled", compiled)
@@ -210,7 +210,7 @@ def test_shapes_are_those_that_generate_allocates(
             max_new_tokens=new,
             num_speculative_tokens=drafts or None,
         )
-    _, proposer, request, target_cache, draft_cache = seen
+    prompt_rows, _, proposer, request, target_cache, draft_cache, *_ = seen
     figures = plan(
         config,
         batch_size=batch,
@@ -224,7 +224,8 @@ def test_shapes_are_those_that_generate_allocates(
     def size(tree: Any) -> int:
         return sum(a.nbytes for a in jax.tree.leaves(tree))
 
-    assert request.tokens.shape == (figures.rows, figures.prompt_rows)
+    assert prompt_rows == figures.prompt_rows
+    assert request.tokens.shape == (figures.rows, figures.capacity)
     assert figures.num_speculative_tokens == proposer.num_drafts == drafts
     assert figures.target.weight_bytes == size(target.weights)
     assert figures.target.cache_bytes == size(target_cache)

@@ -2,6 +2,7 @@
 
 import click
 
+from peagle_jax.cli.chat import chat
 from peagle_jax.cli.generate import generate
 from peagle_jax.cli.plan import plan
 
@@ -12,5 +13,6 @@ def main() -> None:
     """Lossless P-EAGLE speculative decoding in JAX."""
 
 
+main.add_command(chat)
 main.add_command(generate)
 main.add_command(plan)

@@ -91,9 +91,7 @@ def gumbel(seeds: jax.Array, positions: jax.Array, purpose: Purpose, size: int) 
     # float32 noise of the usual kind ends at 16: tokens of p < 1e-7 could not be drawn, and those
     # of a large vocabulary together have too much probability for that.
     shape = (2, math.isqrt(size - 1) + 1)
-    return _each(
-        lambda key: jax.random.gumbel(key, shape, mode="high"), seeds, positions, purpose
-    )
+    return _each(lambda key: jax.random.gumbel(key, shape, mode="high"), seeds, positions, purpose)
 
 
 def _each(

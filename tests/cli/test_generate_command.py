@@ -1,7 +1,7 @@
 """`peagle-jax generate`: what it prints and where, and one line for every error."""
 
+import dataclasses
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,49 +10,26 @@ from typing import Any
 
 import jax
 import pytest
+from cli_models import DRAFTER, WORDS, make_target, own_cache
 from click.testing import CliRunner, Result
 from conftest import GOLDEN
-from jax.experimental.compilation_cache import compilation_cache
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import peagle_jax
+from peagle_jax import SamplingParams
 from peagle_jax.cli import main
 from peagle_jax.convert import to_native
 
-DRAFTER = GOLDEN / "drafters" / "norm_before_fc"
-TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant"
-WORDS = ["<unk>", "user", "assistant", *(f"w{i}" for i in range(93))]
 COMMAND = Path(sys.executable).parent / "peagle-jax"
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A native tiny target with a tokenizer of 96 words and a chat template."""
-    folder = tmp_path_factory.mktemp("models")
-    source = folder / "hf"
-    source.mkdir()
-    for name in ("config.json", "generation_config.json", "model.safetensors"):
-        shutil.copyfile(GOLDEN / "targets" / "llama_gqa" / name, source / name)
-    vocabulary = {word: index for index, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(source / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
-    (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    to_native(source, folder / "target", progress=False)
-    return folder / "target"
+    return make_target(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache folder of the test's own; JAX's settings are put back."""
-    monkeypatch.setenv("PEAGLE_JAX_CACHE", str(tmp_path / "cache"))
-    options = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in options}
-    yield tmp_path / "cache"
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    yield from own_cache(tmp_path / "cache", monkeypatch)
 
 
 def lines(tmp_path: Path, *rows: Any) -> Path:
@@ -86,7 +63,14 @@ def test_json(target: Path, tmp_path: Path) -> None:
         num_speculative_tokens=2,
     )
     assert answers == [
-        {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason}
+        {
+            "text": c.text,
+            "token_ids": c.token_ids,
+            "finish_reason": c.finish_reason,
+            "stop_reason": None,
+            "logprobs": None,
+            "acceptance": dataclasses.asdict(c.acceptance),
+        }
         for c in expected
     ]
     assert [len(answer["token_ids"]) for answer in answers] == [12, 12]
@@ -95,7 +79,7 @@ def test_json(target: Path, tmp_path: Path) -> None:
     metrics = last["metrics"]
     assert set(metrics) == {
         *("num_generated_tokens", "num_rounds", "acceptance_length", "acceptance_per_position"),
-        *("seconds", "tokens_per_second", "compile_seconds"),
+        *("seconds", "tokens_per_second", "compile_seconds", "draft_share"),
     }
     assert metrics["num_generated_tokens"] == 24
     assert metrics["num_rounds"] == expected.metrics.num_rounds
@@ -121,6 +105,93 @@ def test_json(target: Path, tmp_path: Path) -> None:
     assert other == answers[0] and plain != answers[1]
 
 
+def test_a_row_has_settings_of_its_own(target: Path, tmp_path: Path) -> None:
+    """Rows override the command line one by one; stops, log-probabilities and profile show."""
+    file = lines(
+        tmp_path,
+        {"prompt": "w7 w8 w9"},
+        {"prompt": "w7 w8 w9", "sampling": {"stop": ["w5"], "logprobs": 1}},
+        {"prompt": "w7 w8 w9", "sampling": {"logit_bias": {"40": 1e9}, "stop_token_ids": [8]}},
+    )
+    options = ["--target", target, "--drafter", DRAFTER, "--prompts-file", file, "-k", 2]
+    options += ["--max-new-tokens", 12, "--stop-token-id", 77, "--json", "--profile"]
+    result = invoke(*options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    first, second, third, last = map(json.loads, result.stdout.splitlines())
+    assert (first["token_ids"][-1], first["stop_reason"]) == (77, 77)
+    assert (second["token_ids"][-1], second["stop_reason"]) == (8, "w5")
+    assert second["text"] == "w8 w8 w8 w8 w8 " and first["text"].startswith(second["text"])
+    assert [len(e["top"]) for e in second["logprobs"]] == [1] * len(second["token_ids"])
+    assert first["logprobs"] is None
+    assert (third["token_ids"], third["stop_reason"]) == ([40] * 12, None)
+    assert last["metrics"]["draft_share"] > 0
+
+
+def test_stream(target: Path, tmp_path: Path) -> None:
+    """The text of the plain command as it comes; with --json one object per piece."""
+    options = ["--target", target, "--drafter", DRAFTER, "--max-new-tokens", 12, "-k", 2]
+    whole = invoke(*options, "--prompt", "w7 w8 w9")
+    result = invoke(*options, "--prompt", "w7 w8 w9", "--stream")
+    assert (result.exit_code, result.stdout) == (0, whole.stdout)
+    assert result.stderr.startswith("12 tokens in ")
+    file = lines(tmp_path, {"prompt": "w7 w8 w9"}, {"token_ids": [5]})
+    result = invoke(*options, "--prompts-file", file, "--stream", "--json")
+    *pieces, last = map(json.loads, result.stdout.splitlines())
+    assert len(pieces) > 10 and last["metrics"]["num_generated_tokens"] == 24
+    own = [piece for piece in pieces if piece["index"] == 0]
+    assert "".join(piece["text"] for piece in own) + "\n" == whole.stdout
+    assert own[-1]["completion"]["text"] + "\n" == whole.stdout
+    assert not any("completion" in piece for piece in own[:-1])
+
+
+def test_sampling_flags_are_the_fields_of_sampling_params(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each flag, 0 included: a value that is given is not taken for one that is not."""
+    seen: list[SamplingParams] = []
+
+    def generate(target: Any, prompts: Any, **options: Any) -> Any:
+        seen.extend(options["sampling"])
+        raise ValueError("enough")
+
+    monkeypatch.setattr(peagle_jax, "generate", generate)
+    flags = {
+        "--temperature": 0.5,
+        "--top-k": 4,
+        "--top-p": 0.9,
+        "--min-p": 0.1,
+        "--seed": 0,
+        "--repetition-penalty": 1.5,
+        "--presence-penalty": 2,
+        "--frequency-penalty": -1,
+        "--min-new-tokens": 3,
+        "--logprobs": 0,
+    }
+    several = [*("--logit-bias", "7=-1.5", "--logit-bias", "8=2", "--stop", "a", "--stop", "b,c")]
+    several += ["--allowed-token-id", 7, "--allowed-token-id", 9, "--bad-token-id", 9]
+    several += ["--stop-token-id", 0, "--ignore-eos", "--include-stop-str-in-output"]
+    pairs = [part for pair in flags.items() for part in pair]
+    invoke("--target", target, "--prompt", "w1", *pairs, *several)
+    fields = {name[2:].replace("-", "_"): value for name, value in flags.items()}
+    assert seen == [
+        SamplingParams(
+            **fields,
+            logit_bias={7: -1.5, 8: 2.0},
+            stop=("a", "b,c"),
+            allowed_token_ids=(7, 9),
+            bad_token_ids=(9,),
+            stop_token_ids=(0,),
+            ignore_eos=True,
+            include_stop_str_in_output=True,
+        )
+    ]
+    assert {field.name for field in dataclasses.fields(SamplingParams)} == {
+        *fields,
+        *("logit_bias", "stop", "allowed_token_ids", "bad_token_ids", "stop_token_ids"),
+        *("ignore_eos", "include_stop_str_in_output"),
+    }
+
+
 def test_options_reach_the_library(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 
@@ -133,7 +204,8 @@ def test_options_reach_the_library(target: Path, monkeypatch: pytest.MonkeyPatch
     invoke(
         *("--target", target, "--drafter", DRAFTER, "--prompt", "w1", "--chat", "--exact"),
         *("--max-new-tokens", 7, "--num-speculative-tokens", 3, "--batch-size", 2),
-        *("--dtype", "bfloat16"),
+        *("--dtype", "bfloat16", "--drafting", "parallel", "--draft-sampling", "sample"),
+        *("--profile", "--temperature", "0.5"),
     )
     plain, full = calls
     assert plain.pop("target").config == full["target"].config
@@ -145,6 +217,10 @@ def test_options_reach_the_library(target: Path, monkeypatch: pytest.MonkeyPatch
         "exact": False,
         "batch_size": 8,
         "progress": False,
+        "profile": False,
+        "sampling": [SamplingParams()],
+        "drafting": "auto",
+        "draft_sampling": "greedy",
     }
     for loaded in (full.pop("target"), full.pop("drafter")):
         dtypes = {str(a.dtype) for a in jax.tree.leaves(loaded.weights)}
@@ -156,6 +232,10 @@ def test_options_reach_the_library(target: Path, monkeypatch: pytest.MonkeyPatch
         "exact": True,
         "batch_size": 2,
         "progress": False,
+        "profile": True,
+        "sampling": [SamplingParams(temperature=0.5)],
+        "drafting": "parallel",
+        "draft_sampling": "sample",
     }
 
 
@@ -165,7 +245,8 @@ def test_help_lists_every_option() -> None:
         assert (result.exit_code, result.stderr) == (0, "")
         for option in (
             *("--target", "--drafter", "--prompt", "--prompts-file", "--chat"),
-            *("--max-new-tokens", "--num-speculative-tokens", "--json"),
+            *("--max-new-tokens", "--num-speculative-tokens", "--json", "--stream", "--stop"),
+            *("--temperature", "--logit-bias", "--draft-sampling", "--profile"),
         ):
             assert f" {option} " in result.stdout
     result = CliRunner().invoke(main, ["--help"])
@@ -189,7 +270,6 @@ def test_the_installed_command_compiles_once(tmp_path: Path, cache: Path) -> Non
     first = run(*options, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     *answers, last = map(json.loads, first.stdout.splitlines())
-    assert [set(answer) for answer in answers] == [{"text", "token_ids", "finish_reason"}] * 2
     assert [(a["text"], len(a["token_ids"]), a["finish_reason"]) for a in answers] == [
         (None, 5, "length"),
         (None, 5, "length"),
@@ -239,6 +319,9 @@ def assert_one_error(result: Result, code: int) -> str:
         (["--target", "x", "--prompt", "a", "--max-new-tokens", "few"], "'few' is not a valid int"),
         (["--target", "x", "--prompt", "a", "--dtype", "float16"], "'float16' is not one of"),
         (["--target", "x", "--prompt", "a", "--speed", "9"], "No such option"),
+        (["--target", "x", "--prompt", "a", "--logit-bias", "7"], "'7' is not a token id and a"),
+        (["--target", "x", "--prompt", "a", "--drafting", "tree"], "'tree' is not one of"),
+        (["--target", "x", "--prompt", "a", "--stream", "--exact"], "--stream goes with neither"),
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str) -> None:
@@ -256,6 +339,11 @@ def test_wrong_usage(arguments: list[str], message: str) -> None:
         ("{}", "exactly one of prompt, messages, token_ids"),
         ("[1, 2]", "exactly one of prompt, messages, token_ids"),
         ('["prompt"]', "exactly one of prompt, messages, token_ids"),
+        ('{"prompt": "a", "sampling": {"heat": 1}}', "unknown sampling parameter 'heat'; there"),
+        ('{"prompt": "a", "sampling": {"top_p": 0}}', "top_p must be a number, above 0"),
+        ('{"prompt": "a", "sampling": {"stop": "a"}}', "stop must be a list of strings"),
+        ('{"prompt": "a", "sampling": [1]}', "sampling must be an object, got [1]"),
+        ('{"prompt": "a", "sampling": {"logit_bias": {"a": 1}}}', "'a' is no token id"),
     ],
 )
 def test_a_wrong_line_of_the_prompts_file_is_named(line: str, message: str, tmp_path: Path) -> None:
@@ -295,6 +383,24 @@ def test_wrong_input(arguments: list[str], message: str, target: Path) -> None:
     """Later options take the place of the good ones before them."""
     good = ["--target", target, "--drafter", DRAFTER, "--prompt", "w1"]
     assert message in assert_one_error(invoke(*good, *arguments), 1)
+
+
+def test_wrong_sampling_is_found_before_the_models_are_loaded() -> None:
+    for flag, value, message in (
+        ("--top-p", 0, "top_p must be a number, above 0"),
+        ("--temperature", -1, "temperature must be a number, at least 0"),
+        ("--stop", "", "must be a string of at least one character"),
+        ("--seed", -1, "seed must be an integer in 0.."),
+        ("--repetition-penalty", 0, "repetition_penalty must be a number"),
+    ):
+        error = assert_one_error(invoke("--target", "x", "--prompt", "a", flag, value), 1)
+        assert message in error
+
+
+def test_several_streams_need_json(tmp_path: Path) -> None:
+    file = lines(tmp_path, '"a"', '"b"')
+    result = invoke("--target", "x", "--prompts-file", file, "--stream")
+    assert "--stream of several prompts needs --json" in assert_one_error(result, 2)
 
 
 def test_a_wrong_prompt_of_a_file_is_named(target: Path, tmp_path: Path) -> None:

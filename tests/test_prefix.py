@@ -1,0 +1,169 @@
+"""`prefill`: a prefix read once gives the tokens and the acceptance of reading it every time."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import DRAFTER, FAMILIES, TARGET, random_drafter, random_target
+from tiny_tokenizer import byte_tokenizer
+from tokenizers.processors import TemplateProcessing
+
+import peagle_jax
+from peagle_jax import SamplingParams
+from peagle_jax.decoding import program
+from peagle_jax.load import LoadedDrafter, LoadedTarget
+
+SUFFIXES = [[7, 44, 2, 81], list(range(60, 83)), [3], [11, 12]]
+LONG = [(13 * i + 5) % 96 for i in range(43)]  # several windows of 8
+SHORT = [4, 71, 30]
+
+
+def head(family: str, eagle3: bool = False) -> LoadedDrafter:
+    windows = (None, 8) if family == "gpt_oss" else (None, None)
+    changes: dict[str, Any] = {"sliding_windows": windows}
+    return random_drafter(
+        dataclasses.replace(DRAFTER, **changes, mask_token_id=None if eagle3 else 95)
+    )
+
+
+def check(
+    target: LoadedTarget, prefix_ids: list[int], drafter: LoadedDrafter | None, **options: Any
+) -> peagle_jax.GenerationResult:
+    """Compares everything but times with and without the prefix."""
+    options.setdefault("max_new_tokens", 24)
+    whole = peagle_jax.generate(
+        target, [prefix_ids + suffix for suffix in SUFFIXES], drafter=drafter, **options
+    )
+    prefix = peagle_jax.prefill(target, prefix_ids, drafter=drafter)
+    for _ in range(2):  # it can be used again
+        got = peagle_jax.generate(target, SUFFIXES, drafter=drafter, prefix=prefix, **options)
+        assert [plain(c) for c in got] == [plain(c) for c in whole]
+        for ours, theirs in zip(got, whole, strict=True):
+            for a, b in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+                assert abs(a.logprob - b.logprob) < 1e-5
+                assert [i for i, _ in a.top] == [i for i, _ in b.top]
+    return got
+
+
+def plain(completion: peagle_jax.Completion) -> peagle_jax.Completion:
+    return dataclasses.replace(completion, logprobs=None)
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Prefills take so many rows a pass. Programs are told apart by shapes alone: forget them."""
+
+    def limit(rows: int) -> None:
+        monkeypatch.setattr(program, "PREFILL_ROWS", rows)
+        _forget()
+
+    yield limit
+    monkeypatch.undo()
+    _forget()
+
+
+def _forget() -> None:
+    sys.modules["peagle_jax.batch"]._programs.clear()
+    program.generate_tokens.clear_cache()
+    program.read_prefix.clear_cache()
+
+
+@pytest.mark.parametrize("prefix", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_prefix_changes_nothing(family: str, prefix: list[int]) -> None:
+    """Windows shorter and longer than the prefix, in target and drafter."""
+    got = check(random_target(FAMILIES[family]), prefix, head(family), num_speculative_tokens=3)
+    assert got.metrics.acceptance_length > 1  # the drafter's cache is right, not only the text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [1, 2, 4, 7])
+@pytest.mark.parametrize("eagle3", [False, True], ids=["p-eagle", "eagle3"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_and_head(family: str, eagle3: bool, num_drafts: int) -> None:
+    target, drafter = random_target(FAMILIES[family], seed=3), head(family, eagle3)
+    for prefix in (SHORT, LONG):
+        check(target, prefix, drafter, num_speculative_tokens=num_drafts)
+
+
+def test_eagle3(target: LoadedTarget) -> None:
+    check(target, LONG, head("llama", eagle3=True), num_speculative_tokens=2)
+
+
+def test_plain_decoding_sampling_and_logprobs(target: LoadedTarget) -> None:
+    params = [
+        SamplingParams(temperature=0.8, seed=n, repetition_penalty=1.2, logprobs=2)
+        for n in range(len(SUFFIXES))
+    ]
+    got = check(target, LONG, None, sampling=params)
+    assert len({tuple(c.token_ids) for c in got}) == len(SUFFIXES)
+
+
+def test_sampled_drafts(target: LoadedTarget, drafter: LoadedDrafter) -> None:
+    params = SamplingParams(temperature=0.7, top_k=20, seed=5)
+    options: dict[str, Any] = {"draft_sampling": "sample", "num_speculative_tokens": 3}
+    check(target, LONG, drafter, sampling=params, batch_size=1, **options)
+
+
+@pytest.mark.parametrize("num_drafts", [3, None])
+def test_the_end_of_the_context(num_drafts: int | None) -> None:
+    target = random_target(dataclasses.replace(TARGET, max_position_embeddings=80))
+    drafter = random_drafter() if num_drafts else None
+    got = check(target, LONG, drafter, num_speculative_tokens=num_drafts, max_new_tokens=30)
+    assert [len(c.token_ids) for c in got] == [30, 14, 30, 30]
+    prefix = peagle_jax.prefill(target, LONG)
+    with pytest.raises(ValueError, match="prompt 0: 80 tokens leave no room"):
+        peagle_jax.generate(target, [[1] * 37], prefix=prefix)
+    with pytest.raises(ValueError, match="prompt 0: 80 tokens leave no room"):
+        peagle_jax.prefill(target, [1] * 80)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gpt_oss", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "gpt_oss")],
+)
+def test_passes_do_not_matter(family: str, few_rows: Callable[[int], None]) -> None:
+    """One pass over the prompts, several, and several over prefix and prompts."""
+    target, drafter = random_target(FAMILIES[family], seed=3), head(family)
+    prompts = [LONG + suffix for suffix in SUFFIXES]
+    options: dict[str, Any] = {"drafter": drafter, "num_speculative_tokens": 3}
+    options["max_new_tokens"] = 24
+    whole = peagle_jax.generate(target, prompts, **options)
+    few_rows(32)  # 8 rows of each of 4 sequences, 32 of the prefix
+    assert list(peagle_jax.generate(target, prompts, **options)) == list(whole)
+    prefix = peagle_jax.prefill(target, LONG, drafter=drafter)
+    assert list(peagle_jax.generate(target, SUFFIXES, prefix=prefix, **options)) == list(whole)
+
+
+def test_a_prefix_of_other_models_is_refused(target: LoadedTarget, drafter: LoadedDrafter) -> None:
+    prefix = peagle_jax.prefill(target, SHORT, drafter=drafter)
+    for other, head_of_it in (
+        (random_target(seed=9), drafter),
+        (target, random_drafter(seed=9)),
+        (target, None),
+    ):
+        with pytest.raises(ValueError, match="another target or drafter"):
+            peagle_jax.generate(other, [[5]], drafter=head_of_it, prefix=prefix)
+    without = peagle_jax.prefill(target, SHORT)
+    with pytest.raises(ValueError, match="another target or drafter"):
+        peagle_jax.generate(target, [[5]], drafter=drafter, prefix=without)
+
+
+def test_streaming_and_text_after_a_prefix(target: LoadedTarget) -> None:
+    """Text after a prefix gets no token that begins a text."""
+    tokenizer = byte_tokenizer()
+    special = tokenizer.convert_tokens_to_ids("<|0|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|0|> $A", special_tokens=[("<|0|>", special)]
+    )
+    talking = dataclasses.replace(target, tokenizer=tokenizer)
+    prefix = peagle_jax.prefill(talking, "the end, ")
+    assert prefix.token_ids[0] == special
+    rest = tokenizer("abc", add_special_tokens=False)["input_ids"]
+    expected = peagle_jax.generate(talking, [prefix.token_ids + rest], max_new_tokens=9)
+    *_, last = peagle_jax.stream(talking, "abc", prefix=prefix, max_new_tokens=9)
+    assert last.completion == expected[0]
+    with pytest.raises(ValueError, match="messages after a prefix would begin another chat"):
+        peagle_jax.generate(talking, [[{"role": "user", "content": "a"}]], prefix=prefix)
