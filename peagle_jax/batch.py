@@ -69,7 +69,8 @@ def read_prompt_prefix(
     )
     arguments = (target.weights, proposer, jnp.asarray(tokens), jnp.int32(len(ids)), *caches)
     program = _compiled(read_prefix, *arguments, prompt_rows=rows)
-    target_cache, draft_cache, read = program(*arguments)
+    target_cache, draft_state, read = program(*arguments)
+    draft_cache = () if drafter is None else draft_state.cache
     return PromptPrefix(ids, target_cache, draft_cache, read, target, drafter)
 
 

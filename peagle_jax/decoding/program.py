@@ -200,12 +200,12 @@ def read_prefix(
       prompt_rows: as for `generate_tokens`.
 
     Returns:
-      both caches, and the prefix.
+      the target's cache, the proposer's state, and the prefix.
     """
     none = jnp.zeros((1, 1), jnp.int32)
     request = Request(tokens, length[None], none[0], none - 1, None)
     reading = _read(target.merge(), proposer, request, target_cache, draft_cache, None, prompt_rows)
-    return reading.target_cache, reading.draft_state.cache, Prefix(length, reading.last[1])
+    return reading.target_cache, reading.draft_state, Prefix(length, reading.last[1])
 
 
 @functools.partial(jax.jit, donate_argnames="state")
