@@ -98,13 +98,13 @@ def test_a_stream_is_the_generation_in_pieces(
 
 
 def test_no_text_past_a_stop_is_ever_shown(talking: LoadedTarget, drafter: LoadedDrafter) -> None:
-    free = peagle_jax.generate(talking, PROMPTS[:2], max_new_tokens=30)
+    free = peagle_jax.generate(talking, PROMPTS, max_new_tokens=30)
     stops = [next(t[i : i + 3] for i in range(4, 30) if "\ufffd" not in t[i : i + 3])
              for t in (c.text for c in free)]  # fmt: skip
-    shown = ["", ""]
-    params = [SamplingParams(stop=[stop], logprobs=1) for stop in stops]
+    shown = [""] * 3
+    params = [SamplingParams(stop=[stop]) for stop in stops]
     pieces = peagle_jax.stream(
-        talking, PROMPTS[:2], drafter=drafter, sampling=params, max_new_tokens=30,
+        talking, PROMPTS, drafter=drafter, sampling=params, max_new_tokens=30,
         num_speculative_tokens=DRAFTS,
     )  # fmt: skip
     for piece in pieces:
@@ -114,7 +114,6 @@ def test_no_text_past_a_stop_is_ever_shown(talking: LoadedTarget, drafter: Loade
         if piece.completion:
             assert shown[piece.index] == piece.completion.text == whole
             assert piece.completion.stop_reason == stops[piece.index]
-            assert len(piece.completion.logprobs) == len(piece.completion.token_ids)
 
 
 def test_a_stopped_row_leaves_the_others_alone(
@@ -125,7 +124,7 @@ def test_a_stopped_row_leaves_the_others_alone(
     params = [SamplingParams(), SamplingParams(stop=[stop]), SamplingParams()]
     got = peagle_jax.generate(
         talking, PROMPTS, drafter=drafter, sampling=params, max_new_tokens=40,
-        num_speculative_tokens=1,
+        num_speculative_tokens=DRAFTS,
     )  # fmt: skip
     assert got[1].stop_reason == stop and len(got[1].token_ids) < 16
     assert [got[i].token_ids for i in (0, 2)] == [free[i].token_ids for i in (0, 2)]
@@ -147,14 +146,14 @@ def test_errors_come_before_the_first_piece(target: LoadedTarget) -> None:
         peagle_jax.stream(target, [[96]])
 
 
-@pytest.mark.parametrize("mask_token_id", [95, None])
+@pytest.mark.parametrize("mask_token_id", [95, pytest.param(None, marks=pytest.mark.slow)])
 def test_profile_times_the_drafter_and_changes_nothing(
     mask_token_id: int | None, talking: LoadedTarget
 ) -> None:
     drafter = random_drafter(dataclasses.replace(DRAFTER, mask_token_id=mask_token_id))
     params = SamplingParams(stop=["\ufffd"])
     options: dict[str, Any] = {"drafter": drafter, "num_speculative_tokens": DRAFTS}
-    options |= {"max_new_tokens": 30, "sampling": params, "batch_size": 2}
+    options |= {"max_new_tokens": 30, "sampling": params}
     plain = peagle_jax.generate(talking, PROMPTS, **options)
     timed = peagle_jax.generate(talking, PROMPTS, profile=True, **options)
     assert list(timed) == list(plain)

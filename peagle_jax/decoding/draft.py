@@ -117,10 +117,19 @@ class NoDraft:
         del target
         return cache
 
-    def read(self, *rows: Any, empty: bool = False) -> tuple[()]:
+    def read(
+        self,
+        target: Target,
+        tokens: jax.Array,
+        features: jax.Array,
+        positions: jax.Array,
+        counts: jax.Array,
+        state: tuple[()],
+        empty: bool = False,
+    ) -> tuple[()]:
         """Returns nothing."""
-        del rows, empty
-        return ()
+        del target, tokens, features, positions, counts, empty
+        return state
 
     def propose(
         self, target: Target, state: tuple[()], seen: Committed, sampling: Sampling | None
@@ -258,7 +267,8 @@ class AutoregressiveDraft(_HeadDraft):
             if step < drafts - 1:  # the row of a token stands one place before it
                 attend = cached(cache, at - 1)
                 x, cache = drafter(draft, drafter.fed_back(x), at - 1, attend, target)
-        law = None if laws[0] is None else jnp.concatenate(laws, axis=1)
+        drawn = [law for law in laws if law is not None]  # all of them or none
+        law = jnp.concatenate(drawn, axis=1) if drawn else None
         return jnp.concatenate(ids, axis=1), law, DraftState(cache, state.mask_row)
 
 
@@ -327,9 +337,18 @@ class ScriptedDraft:
         """Starts the proposer run beside the script."""
         return self.beside.start(target, cache)
 
-    def read(self, *rows: Any, empty: bool = False) -> Any:
+    def read(
+        self,
+        target: Target,
+        tokens: jax.Array,
+        features: jax.Array,
+        positions: jax.Array,
+        counts: jax.Array,
+        state: Any,
+        empty: bool = False,
+    ) -> Any:
         """Has the proposer run beside the script read the rows."""
-        return self.beside.read(*rows, empty=empty)
+        return self.beside.read(target, tokens, features, positions, counts, state, empty)
 
     def propose(
         self, target: Target, state: Any, seen: Committed, sampling: Sampling | None

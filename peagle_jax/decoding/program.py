@@ -205,7 +205,7 @@ def read_prefix(
     none = jnp.zeros((1, 1), jnp.int32)
     request = Request(tokens, length[None], none[0], none - 1, None)
     reading = _read(target.merge(), proposer, request, target_cache, draft_cache, None, prompt_rows)
-    return reading.target_cache, reading.draft_state, Prefix(length, reading.last[1])
+    return reading.target_cache, reading.draft_state, Prefix(length, reading.feature)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -237,13 +237,15 @@ class _Reading:
 
     Attributes:
       target_cache, draft_state: so far.
-      last: `[B, 1, H]` residual stream, and `[B, 1, F]` feature, at each prompt's last token.
-      tail: `[B, 1, F]`, the feature of the pass's last row.
+      last: `[B, 1, H]`, the residual stream at each prompt's last token.
+      feature: `[B, 1, F]`, the feature there; None if nobody reads it.
+      tail: `[B, 1, F]`, the feature of the pass's last row; None likewise.
     """
 
     target_cache: KVCache
     draft_state: Any
-    last: tuple[jax.Array, jax.Array | None]
+    last: jax.Array
+    feature: jax.Array | None
     tail: jax.Array | None
 
 
@@ -260,7 +262,7 @@ def _prefill(
     """Reads the prompts and emits the first token of each."""
     batch, capacity = request.tokens.shape
     reading = _read(model, proposer, request, target_cache, draft_cache, prefix, prompt_rows)
-    x, feature = reading.last
+    x, feature = reading.last, reading.feature
     nothing = jnp.zeros((batch,), jnp.int32)
     rows = jnp.zeros((batch, capacity), jnp.int32)
     logprobs = None
@@ -319,7 +321,7 @@ def _start_reading(
     draft_state = proposer.start(model, draft_cache)
     if prefix is not None:
         x = jnp.zeros((batch, 1, model.config.hidden_size), target_cache.keys[0].dtype)
-        reading = _Reading(target_cache, draft_state, (x, prefix.feature), prefix.feature)
+        reading = _Reading(target_cache, draft_state, x, prefix.feature, prefix.feature)
         return reading, prefix.length
     # From an empty cache, rows see nothing but each other: no slot is read, nothing is masked.
     positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
@@ -341,12 +343,12 @@ def _start_reading(
             empty=True,
         )
     at = jnp.minimum(request.lengths, size)[:, None, None] - 1
-    last = jnp.take_along_axis(x, at, axis=1), None
-    tail = None
-    if features is not None:
-        last = last[0], jnp.take_along_axis(features, at, axis=1)
-        tail = features[:, -1:]
-    return _Reading(target_cache, draft_state, last, tail), jnp.int32(size)
+    last = jnp.take_along_axis(x, at, axis=1)
+    if features is None:
+        return _Reading(target_cache, draft_state, last, None, None), jnp.int32(size)
+    feature = jnp.take_along_axis(features, at, axis=1)
+    reading = _Reading(target_cache, draft_state, last, feature, features[:, -1:])
+    return reading, jnp.int32(size)
 
 
 def _read_pass(
@@ -365,21 +367,20 @@ def _read_pass(
     x, features, target_cache = model(
         tokens, positions, cached(reading.target_cache, positions, counts), proposer.aux_boundaries
     )
-    draft_state, tail = reading.draft_state, None
-    if features is not None:  # the drafter's rows stand one place behind: they hold the next token
-        shifted = jnp.concatenate([reading.tail, features[:, :-1]], axis=1)
-        draft_state = proposer.read(model, tokens, shifted, positions - 1, counts, draft_state)
-        tail = features[:, -1:]
     at = (request.lengths - 1 - start)[:, None, None]  # [B, 1, 1]
 
     def updated(old: jax.Array, new: jax.Array) -> jax.Array:
         row = jnp.take_along_axis(new, jnp.clip(at, 0, size - 1), axis=1)
         return jnp.where((at >= 0) & (at < size), row, old)
 
-    last = updated(reading.last[0], x), None
-    if features is not None:
-        last = last[0], updated(reading.last[1], features)
-    return _Reading(target_cache, draft_state, last, tail)
+    last, draft_state = updated(reading.last, x), reading.draft_state
+    if features is None or reading.feature is None or reading.tail is None:
+        return _Reading(target_cache, draft_state, last, None, None)
+    # The drafter's rows stand one place behind: they hold the next token.
+    shifted = jnp.concatenate([reading.tail, features[:, :-1]], axis=1)
+    draft_state = proposer.read(model, tokens, shifted, positions - 1, counts, draft_state)
+    feature = updated(reading.feature, features)
+    return _Reading(target_cache, draft_state, last, feature, features[:, -1:])
 
 
 def _round(model: Target, proposer: Proposer, request: Request, state: State) -> State:

@@ -149,23 +149,25 @@ def cached(
         window: int | None,
         sinks: jax.Array | None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        before, own = (cache.keys[layer], cache.values[layer]), (keys, values)
+        def write(cache: jax.Array, rows: jax.Array) -> jax.Array:
+            if window is None:
+                return write_rows(cache, rows, start)
+            return write_ring(cache, rows, start, written)
+
+        def beside(cache: jax.Array, rows: jax.Array) -> jax.Array:
+            return jnp.concatenate([cache, rows.astype(cache.dtype)], axis=2)
+
+        before = cache.keys[layer], cache.values[layer]
+        kept = write(before[0], keys), write(before[1], values)
         slots = before[0].shape[2]
-        if window is None:
-            kept = tuple(write_rows(c, r, start) for c, r in zip(before, own, strict=True))
-        else:
-            kept = tuple(write_ring(c, r, start, written) for c, r in zip(before, own, strict=True))
         if empty:
-            seen, held = own, positions
+            seen, held = (keys, values), positions
         elif window is None:
             seen, held = kept, jnp.arange(slots, dtype=jnp.int32)
         elif counts is None:
             seen, held = kept, ring_positions(start + length - 1, slots)
         else:  # more rows than a ring has room for beside its window
-            seen = tuple(
-                jnp.concatenate([c, r.astype(c.dtype)], axis=2)
-                for c, r in zip(before, own, strict=True)
-            )
+            seen = beside(before[0], keys), beside(before[1], values)
             held = jnp.concatenate([ring_positions(start - 1, slots), positions], axis=1)
         out = attention(queries, *seen, positions, held, window, sinks, own=empty)
         return out, kept

@@ -24,10 +24,10 @@ class MoE(nnx.Module):
         if moe.router_bias:
             self.router_bias = nnx.Param(jnp.zeros((experts,), dtype))
         shapes = (experts, 2 * inner, hidden), (experts, hidden, inner)
-        if moe.weights == "mxfp4":
-            self.gate_up, self.down = map(MXFP4, shapes)
-        else:
-            self.gate_up, self.down = (parameter(shape, dtype, rngs) for shape in shapes)
+        self.gate_up, self.down = (
+            MXFP4(shape) if moe.weights == "mxfp4" else parameter(shape, dtype, rngs)
+            for shape in shapes
+        )
         if moe.expert_bias:
             self.gate_up_bias = nnx.Param(jnp.zeros((experts, 2 * inner), dtype))
             self.down_bias = nnx.Param(jnp.zeros((experts, hidden), dtype))

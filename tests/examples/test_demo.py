@@ -45,7 +45,7 @@ def test_its_models_are_the_projects(demo: ModuleType) -> None:
         ([], "prompt 0: the target has no chat template"),
         (["--target", "./nowhere"], "./nowhere: no such folder"),
         (["--drafter", "./nowhere"], "./nowhere: no such folder"),
-        (["--drafter", str(DEMO_DRAFTER)], "is [2, 15, 28], supported is distinct boundaries 0..4"),
+        (["--drafter", str(DEMO_DRAFTER)], "is [2, 15, 28], supported is distinct layer ids 0..4"),
         (["--max-new-tokens", "0"], "max_new_tokens must be an integer of at least 1"),
     ],
 )
@@ -60,8 +60,10 @@ def test_errors_take_one_line(arguments: list[str], message: str, demo: ModuleTy
 
 
 def completed(ids: list[int], accepted: float, speed: float) -> peagle_jax.GenerationResult:
-    completion = peagle_jax.Completion("An answer.", ids, "length", [1, 2])
-    metrics = peagle_jax.Metrics(4, 3, accepted, [accepted - 1], 4 / speed, speed, 0.0)
+    counts = (4, 3, accepted, [accepted - 1])
+    acceptance = peagle_jax.Acceptance(*counts)
+    completion = peagle_jax.Completion("An answer.", ids, "length", None, [1, 2], None, acceptance)
+    metrics = peagle_jax.Metrics(*counts, 4 / speed, speed, 0.0)
     return peagle_jax.GenerationResult([completion], metrics)
 
 

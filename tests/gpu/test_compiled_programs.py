@@ -70,13 +70,13 @@ def test_the_whole_program_of_plain_experts(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["h200", "b200"])
 def test_what_sampling_takes(device: str) -> None:
-    """Some arrays as large as the logits of a round, `[B, K + 1, V]` in float32."""
+    """Arrays as large as the logits of a round, `[B, K + 1, V]` in float32: not many."""
     sizes = ("8", "32", "1024", "3")
     greedy, sampled = (
         generated(device, "gpt-oss-20b", *sizes, *options)["temporaries"]
         for options in ((), ("sampled",))
     )
-    assert greedy <= sampled < greedy + 8 * (8 * 4 * 201088 * 4)
+    assert greedy <= sampled < greedy + 2 * (8 * 4 * 201088 * 4)
 
 
 @pytest.mark.slow
