@@ -11,9 +11,11 @@ TORCH := .cache/torch
 CUDA := .cache/cuda
 TORCH_PYTHON ?= python3.11
 
-# Given on the command line: PYTHON picks the interpreter, ARGS goes to pytest or the program run.
+# Given on the command line: PYTHON picks the interpreter, ARGS goes to pytest or the program run,
+# WORKERS is how many processes run tests. Most of their time is compiling, which takes one core.
 PYTHON ?=
 ARGS ?=
+WORKERS ?= 2
 
 # A virtual environment does not survive a move, so the stamp holds the folder it was made in.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
@@ -63,10 +65,10 @@ ifeq ($(shell uname -s),Linux)
 endif
 
 test: model compiler ## Run the tests, without the slow ones
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
 test-all: model compiler ## Run all the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: install ## Check style and format
 	$(BIN)/ruff check

@@ -5,6 +5,7 @@ runs in turn, and ratios are of medians.
 """
 
 import json
+import os
 import platform
 import statistics
 import time
@@ -63,6 +64,7 @@ def main(
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
         "machine": platform.processor() or platform.machine(),
+        "load_average": os.getloadavg()[0],
     }
     show(report)
     if output:

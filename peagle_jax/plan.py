@@ -286,7 +286,8 @@ def prefill_bytes(
     feature `[B, T, F]` is kept, of which the drafter needs only a projection. A single pass sees
     its own rows alone; with a window, those of a piece and the window before it. One of several
     passes sees all slots of the cache, or with a window the ring and its own rows; and XLA keeps
-    the zeros that loops over blocks begin with (`_zeros_bytes`) from one layer to the next.
+    the zeros that attention's loops over blocks begin with (`_zeros_bytes`) from one layer to the
+    next.
 
     Args:
       target: architecture.
@@ -307,7 +308,7 @@ def prefill_bytes(
                 seen = length if window is None else min(length, piece + window - 1)
             else:
                 seen = slots if window is None else slots + length
-                zeros.append(_zeros_bytes(config, layer, rows, length, seen, dtype.itemsize))
+                zeros.append(_zeros_bytes(config, rows, length, seen, dtype.itemsize))
             layers.append(_layer_bytes(config, layer, rows, length, seen, dtype.itemsize))
         return max(layers) + max(zeros)
 
@@ -390,20 +391,16 @@ def _layer_bytes(
     return total * config.hidden_size * itemsize + max(attention, mlp)
 
 
-def _zeros_bytes(
-    config: DecoderConfig, layer: int, rows: int, length: int, keys: int, itemsize: int
-) -> int:
-    """Returns the size of the arrays that one layer's loops over blocks fill.
+def _zeros_bytes(config: DecoderConfig, rows: int, length: int, keys: int, itemsize: int) -> int:
+    """Returns the size of the array that attention's loop over blocks fills.
 
-    They are the output `[B, T', N, D]` of a piece of attention that is cut into blocks, and that of
-    a mixture of experts. XLA makes the zeros of all layers one array and copies it in each.
+    It is the output `[B, T', N, D]` of a piece that is cut into blocks. XLA makes the zeros of all
+    layers one array.
     """
-    piece, size = min(length, PIECE_ROWS), 0
-    if _scored_rows(config, rows, length, keys) < piece:
-        size = rows * piece * config.num_heads * config.head_dim
-    if config.moe is not None and config.moe.layers[layer]:
-        size += _block_output(config, rows * length)
-    return size * itemsize
+    piece = min(length, PIECE_ROWS)
+    if _scored_rows(config, rows, length, keys) == piece:
+        return 0
+    return rows * piece * config.num_heads * config.head_dim * itemsize
 
 
 def _scored_rows(config: DecoderConfig, rows: int, length: int, keys: int) -> int:

@@ -106,7 +106,9 @@ def _by_block(rows: jax.Array, chosen: jax.Array, num_experts: int, expert: Expe
     steps = jax.lax.platform_dependent(
         ends[-1], cpu=lambda used: used, default=lambda _: jnp.int32(most)
     )
-    out = jnp.zeros((most * size, hidden), rows.dtype)
+    # Zeros of its own: else XLA shares one array among all layers, keeps it and copies it in each.
+    zero, rows = jax.lax.optimization_barrier((jnp.zeros((), rows.dtype), rows))
+    out = jnp.broadcast_to(zero, (most * size, hidden))
     out = jax.lax.fori_loop(0, steps, step, out)
     place = firsts[flat] * size + jnp.argsort(order) - starts[flat]  # [P]
     return out[place].reshape(num_rows, k, hidden)

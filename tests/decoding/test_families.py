@@ -119,7 +119,9 @@ def test_plain_decoding_equals_naive_decoding(case: Case) -> None:
     assert run(case, NoDraft())[1] == case.plain
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.parametrize(
+    "num_drafts", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7))]
+)
 def test_random_head_is_lossless(case: Case, num_drafts: int) -> None:
     generation, new = run(case, case.head(num_drafts))
     assert new == case.plain
