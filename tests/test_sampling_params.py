@@ -213,7 +213,17 @@ def test_greedy_rows_beside_sampled_ones_are_greedy(
     assert out[3].token_ids != plain[3]
 
 
-def test_other_values_compile_nothing() -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # What takes memory is in the program if any row uses it, and may then have any value.
+        [{"bad_token_ids": [3], "presence_penalty": 0.5}]
+        + [{"logit_bias": {5: 1.0}, "frequency_penalty": 1.0}]
+        + [{"allowed_token_ids": [4, 5, 6], "repetition_penalty": 1.3}],
+        pytest.param([{}, {}, {}], marks=pytest.mark.slow),
+    ],
+)
+def test_other_values_compile_nothing(changes: list[dict[str, Any]]) -> None:
     """Counted by JAX's own event for every compilation by the backend."""
     # A vocabulary of its own, so that nothing is compiled yet.
     target = random_target(dataclasses.replace(random_target().config, vocab_size=100))
@@ -237,20 +247,16 @@ def test_other_values_compile_nothing() -> None:
             draft_sampling="sample",
         )
 
-    run(SamplingParams(temperature=1.0, seed=1), SamplingParams(temperature=0.5))
+    first, second, third = changes
+    run(SamplingParams(temperature=1.0, seed=1), SamplingParams(temperature=0.5, **first))
     assert compiled
     compiled.clear()
     run(
-        SamplingParams(),
+        SamplingParams(**second),
         SamplingParams(temperature=2.0, seed=5, top_k=4, top_p=0.3, min_p=0.1, stop_token_ids=[3]),
     )
-    run(SamplingParams(temperature=1.0, min_new_tokens=3, stop_token_ids=[1, 2]), SamplingParams())
-    assert compiled == []
-    # What takes memory is in the program if it is used, and may then have any value.
-    run(SamplingParams(bad_token_ids=[3]), SamplingParams(presence_penalty=0.5))
-    compiled.clear()
     run(
-        SamplingParams(temperature=1.0, logit_bias={5: 1.0}, frequency_penalty=1.0),
-        SamplingParams(allowed_token_ids=[4, 5, 6], repetition_penalty=1.3, top_k=2),
+        SamplingParams(temperature=1.0, min_new_tokens=3, stop_token_ids=[1, 2], **third),
+        SamplingParams(),
     )
     assert compiled == []

@@ -172,6 +172,15 @@ def test_a_cut_is_made_whatever_the_other_rows_ask_for() -> None:
             np.testing.assert_allclose(law[0, 0], expected, rtol=1e-5)
 
 
+def test_a_low_temperature_is_not_a_greedy_one() -> None:
+    """Which shows where the two best tie: the greedy one is the first of them."""
+    logits = np.array([[[0.5, 2.0, 2.0, 1.0]]] * 4, np.float32)
+    chosen = [Settings(temperature=t) for t in (0.0, 9e-6, 1e-5, 1e-3)]
+    law = laws(chosen, logits, [[0]] * 4, [[]] * 4, np.zeros((4, 0), np.int32))[:, 0]
+    np.testing.assert_array_equal(law[:2], [[0, 1, 0, 0]] * 2)
+    np.testing.assert_array_equal(law[2:], [[0, 0.5, 0.5, 0]] * 2)
+
+
 def test_top_p_of_one_cuts_nothing_of_a_large_vocabulary() -> None:
     """Though the sum of the shares before the last one rounds to 1 and above."""
     rows = np.random.default_rng(0).normal(0, 5, (2, 1, 50_000)).astype(np.float32)
@@ -335,11 +344,9 @@ def test_numbers_depend_on_seed_place_and_purpose_alone() -> None:
     whole = {p: np.asarray(uniforms(seeds, at, p)) for p in Purpose}
     values = np.concatenate([x.ravel() for x in whole.values()])
     assert len(np.unique(values)) == len(values)  # both halves of a seed count
-    for purpose in Purpose:
-        for row in range(4):
-            for column in range(3):
-                one = uniforms(seeds[row, None], at[row, None, column, None], purpose)
-                assert one[0, 0] == whole[purpose][row, column]
-        noise = noises(seeds, at, purpose, 50)
-        alone = noises(seeds[2:3], at[2:3, 1:2], purpose, 50)
-        np.testing.assert_array_equal(alone[0, 0], noise[2, 1])
+    for row, column in np.ndindex(4, 3):
+        one = uniforms(seeds[row, None], at[row, None, column, None], Purpose.ACCEPT)
+        assert one[0, 0] == whole[Purpose.ACCEPT][row, column]
+    noise = noises(seeds, at, Purpose.TOKEN, 50)
+    alone = noises(seeds[2:3], at[2:3, 1:2], Purpose.TOKEN, 50)
+    np.testing.assert_array_equal(alone[0, 0], noise[2, 1])

@@ -31,7 +31,7 @@ def compiled(device: str, *program: str) -> dict[str, int]:
     path = os.pathsep.join([str(COMPILER), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "programs.py"), device, *program],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
     )

@@ -27,6 +27,8 @@ from peagle_jax.training import (
 )
 from peagle_jax.training.partition import segments
 
+pytestmark = pytest.mark.slow
+
 LENGTH, DEPTHS = 48, 6
 HEADS = {
     "full": DRAFTER,
