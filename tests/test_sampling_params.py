@@ -217,9 +217,11 @@ def test_greedy_rows_beside_sampled_ones_are_greedy(
     "changes",
     [
         # What takes memory is in the program if any row uses it, and may then have any value.
-        [{"bad_token_ids": [3], "presence_penalty": 0.5}]
-        + [{"logit_bias": {5: 1.0}, "frequency_penalty": 1.0}]
-        + [{"allowed_token_ids": [4, 5, 6], "repetition_penalty": 1.3}],
+        [
+            {"bad_token_ids": [3], "presence_penalty": 0.5},
+            {"logit_bias": {5: 1.0}, "frequency_penalty": 1.0},
+            {"allowed_token_ids": [4, 5, 6], "repetition_penalty": 1.3},
+        ],
         pytest.param([{}, {}, {}], marks=pytest.mark.slow),
     ],
 )

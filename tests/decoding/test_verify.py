@@ -134,7 +134,7 @@ GREEDY_DRAFTS, SAMPLED_DRAFTS = Kind(2, sample=False), Kind(2)
 
 
 def cases() -> list[Any]:
-    """Every control; and some with other numbers and ways of drafting."""
+    """Every control with two drafts; and some with other numbers and ways of drafting."""
     fast = [
         *((SAMPLED_DRAFTS, control) for control in CONTROLS),
         *((GREEDY_DRAFTS, c) for c in ("none", "greedy", "top_p", "repetition", "frequency")),
@@ -148,7 +148,9 @@ def cases() -> list[Any]:
         for sample in (True, False)
         for reduced in (True, False)
     ]
-    rest = [(kind, control) for kind in kinds for control in CONTROLS]
+    some = ("none", "greedy", "top_p", "frequency", "min_new_tokens", "all")
+    rest = [(kind, control) for kind in kinds for control in some]
+    rest += [(GREEDY_DRAFTS, control) for control in CONTROLS if control not in some]
     slow = [pytest.param(*case, marks=pytest.mark.slow) for case in rest if case not in fast]
     return fast + slow
 
