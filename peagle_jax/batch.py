@@ -224,7 +224,7 @@ def _sampling(params: Sequence[SamplingParams], rows: int, vocab_size: int) -> S
     def column(name: str, dtype: Any) -> jax.Array:
         return jnp.asarray([getattr(p, name) for p in padded], dtype)
 
-    seeds = [secrets.randbits(64) if p.seed is None else p.seed for p in padded]
+    seeds = [secrets.randbits(64) if p.seed is None else int(p.seed) for p in padded]
     bias = penalties = None
     if any(p.has_bias for p in padded):
         bias = jnp.asarray(np.stack([_bias(p, vocab_size) for p in padded]))
