@@ -74,12 +74,13 @@ class Plan:
     used: frozenset[str] = frozenset()
     block: tuple[int, int] | None = None
 
-    def natives(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def natives(self, dtype: np.dtype | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of every native array that slots fill, and checks that they do.
 
+        Floating arrays have the dtype given, by default float32.
         An array is never read uninitialised: slots must cover its elements once, without gaps.
         """
-        natives = abstract_parameters(self.config)
+        natives = abstract_parameters(self.config, dtype)
         filled: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for slot in self.slots.values():
             filled[slot.native].append(slot.extent(natives[slot.native].shape))

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from peagle_jax import checkpoint
 from peagle_jax.config import DecoderConfig, DrafterConfig, MoEConfig, RopeConfig, TargetConfig
 from peagle_jax.convert.drafters import Given, drafter_plan, is_drafter
-from peagle_jax.convert.source import Source, Tensor, open_source
+from peagle_jax.convert.head_formats import head_format
+from peagle_jax.convert.head_tensors import head_tensors
+from peagle_jax.convert.source import Tensor, open_source
 from peagle_jax.convert.targets import target_plan
-from peagle_jax.convert.weights import check_tensors, stored_dtype, weight_count
+from peagle_jax.convert.weights import check_tensors, stored_dtype
 
 Facts = dict[str, Any]
 
@@ -60,8 +62,8 @@ def summarise(folder: Path, given: Given) -> Summary:
     """
     if checkpoint.is_native(folder):
         config, dtype = checkpoint.read_any_config(folder)
-        layout, arrays = "native", checkpoint.abstract_parameters(config)
-        tensors = [_of_array(name, a, dtype) for name, a in arrays.items()]
+        layout, arrays = "native", checkpoint.abstract_parameters(config, dtype)
+        tensors = [_of_array(name, array) for name, array in arrays.items()]
     else:
         source = open_source(folder)
         head = is_drafter(source)
@@ -69,7 +71,7 @@ def summarise(folder: Path, given: Given) -> Summary:
         check_tensors(source, plan)
         config, arrays = plan.config, checkpoint.abstract_parameters(plan.config)
         dtype = jnp.dtype(stored_dtype(source, plan, "keep"))
-        layout = _layout(source, head)
+        layout = head_format(source.config, head_tensors(source)) if head else "Hugging Face"
         tensors = [_of_tensor(t) for t in source.tensors.values()]
     facts = {
         "path": str(folder),
@@ -79,22 +81,15 @@ def summarise(folder: Path, given: Given) -> Summary:
         **_decoder_facts(config),
         **(_target_facts(config) if isinstance(config, TargetConfig) else _head_facts(config)),
         "dtype": str(dtype),
-        "parameters": sum(weight_count(name, a) for name, a in arrays.items()),
+        "parameters": sum(checkpoint.weight_count(name, a) for name, a in arrays.items()),
         "bytes": sum(t.nbytes for t in tensors),
         "tensors": len(tensors),
     }
     return Summary(facts, tuple(sorted(tensors, key=lambda t: t.name)))
 
 
-def _layout(source: Source, head: bool) -> str:
-    if not head:
-        return "Hugging Face"
-    return "speculators" if "speculators_model_type" in source.config else "vLLM"
-
-
-def _of_array(name: str, array: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> Stored:
-    stored = jnp.dtype(dtype if array.dtype == jnp.float32 else array.dtype)
-    return Stored(name, str(stored), array.shape, array.size * stored.itemsize)
+def _of_array(name: str, array: jax.ShapeDtypeStruct) -> Stored:
+    return Stored(name, str(array.dtype), array.shape, array.size * array.dtype.itemsize)
 
 
 def _of_tensor(tensor: Tensor) -> Stored:

@@ -97,10 +97,7 @@ def to_hf(
     """
     native, to = Path(source), Path(destination)
     config, dtype = checkpoint.read_any_config(native)
-    arrays = {
-        name: jax.ShapeDtypeStruct(a.shape, dtype if a.dtype == jnp.float32 else a.dtype)
-        for name, a in checkpoint.abstract_parameters(config).items()
-    }
+    arrays = checkpoint.abstract_parameters(config, dtype)
     if isinstance(config, TargetConfig):
         _require_format(format, ("hf",), "target")
         contents = _target_folder(config, dtype, arrays)

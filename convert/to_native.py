@@ -16,11 +16,9 @@ from peagle_jax.convert.plan import Plan
 from peagle_jax.convert.source import Source, open_source
 from peagle_jax.convert.targets import target_plan
 from peagle_jax.convert.weights import (
-    array_bytes,
     check_tensors,
     read_arrays,
     stored_dtype,
-    weight_count,
 )
 
 Folder = str | os.PathLike[str]
@@ -138,7 +136,7 @@ def _convert(
         check_tensors(source, plan)
         stored = stored_dtype(source, plan, dtype)
         with tqdm(
-            total=array_bytes(plan, stored),
+            total=sum(a.size * a.dtype.itemsize for a in plan.natives(stored).values()),
             desc=f"Reading {source.folder.name}",
             unit="B",
             unit_scale=True,
@@ -155,7 +153,7 @@ def _convert(
         path=destination,
         config=plan.config,
         dtype=str(stored),
-        parameters=sum(weight_count(name, a) for name, a in arrays.items()),
+        parameters=sum(checkpoint.weight_count(name, a) for name, a in arrays.items()),
         array_bytes=sum(a.nbytes for a in arrays.values()),
     )
 

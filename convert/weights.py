@@ -15,7 +15,6 @@ from peagle_jax.convert.errors import ConvertError, listed
 from peagle_jax.convert.plan import Plan, Slot
 from peagle_jax.convert.quantization import FP8, dequantise, scale_name, scale_problems
 from peagle_jax.convert.source import FLOATS, Source, Tensor
-from peagle_jax.models.quantized import BLOCK, BLOCK_BYTES
 
 _ALIGNMENT = 64  # bytes; JAX takes over a NumPy buffer without a copy only if aligned to this
 _CHECK_ELEMENTS = 1 << 20
@@ -88,28 +87,6 @@ def stored_dtype(source: Source, plan: Plan, wanted: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if wanted == "bfloat16" else np.float32)
 
 
-def weight_count(name: str, array: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Returns how many weights a native array holds, however they are packed.
-
-    Ids are no weights, nor are the scales of packed ones.
-    """
-    if array.dtype == np.int32:
-        return 0
-    if array.dtype != np.uint8:
-        return array.size
-    return array.size // BLOCK_BYTES * BLOCK if name.endswith(".blocks") else 0
-
-
-def array_bytes(plan: Plan, dtype: np.dtype) -> int:
-    """Returns the size of the arrays that `read_arrays` reads."""
-    return sum(a.size * _stored(a, dtype).itemsize for a in plan.natives().values())
-
-
-def _stored(native: jax.ShapeDtypeStruct, dtype: np.dtype) -> np.dtype:
-    """Returns the dtype of an array where floating ones have `dtype`."""
-    return np.dtype(np.uint8) if native.dtype == np.uint8 else dtype
-
-
 def read_arrays(
     source: Source, plan: Plan, dtype: np.dtype, update: Callable[[int], object]
 ) -> dict[str, jax.Array]:
@@ -119,7 +96,7 @@ def read_arrays(
       source: the tensors, which `check_tensors` found to fit.
       plan: where they go.
       dtype: of the arrays.
-      update: is told how many more bytes of the arrays are filled, `array_bytes` in all.
+      update: is told how many more bytes of the arrays are filled.
 
     Returns:
       the native arrays by name, on the CPU.
@@ -129,8 +106,8 @@ def read_arrays(
         be equal, or cannot be read; it names them.
     """
     arrays = {
-        name: _empty(native.shape, _stored(native, dtype))
-        for name, native in plan.natives().items()
+        name: _empty(native.shape, np.dtype(native.dtype))
+        for name, native in plan.natives(dtype).items()
     }
     tensors = [source.tensors[name] for name in plan.slots]
     problems = []

@@ -5,7 +5,7 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,46 @@ def read_prompt_prefix(
     return PromptPrefix(ids, target_cache, draft_cache, read, target, drafter)
 
 
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Shapes of a batch's program, which batches of similar size share.
+
+    Attributes:
+      rows: B, sequences.
+      prompt_rows: rows of each sequence that the prefill reads, after what is known of all.
+      capacity: C, slots of a sequence in a layer without a window.
+    """
+
+    rows: int
+    prompt_rows: int
+    capacity: int
+
+    @classmethod
+    def of(
+        cls,
+        num_prompts: int,
+        longest: int,
+        max_new_tokens: int,
+        context: int,
+        num_drafts: int,
+        known: int = 0,
+    ) -> Self:
+        """Rounds up to powers of two.
+
+        Args:
+          num_prompts: of the batch.
+          longest: tokens of its longest prompt, without those that are known.
+          max_new_tokens: tokens to generate at most.
+          context: tokens at which every sequence ends.
+          num_drafts: K.
+          known: tokens of the prefix that all prompts share.
+        """
+        prompt_rows = _power_of_two(max(MIN_PROMPT_BUCKET, longest))
+        read = known + prompt_rows
+        most = max(read, min(read + max_new_tokens, context))
+        return cls(_power_of_two(num_prompts), prompt_rows, capacity_for(most, num_drafts))
+
+
 class Batch:
     """Prompts that are answered together.
 
@@ -103,12 +143,14 @@ class Batch:
         self._target, self._proposer, self._prefix = target, proposer, prefix
         known = prefix.token_ids if prefix else []
         self.prompts = [[*known, *prompt] for prompt in prompts]
-        longest = max(MIN_PROMPT_BUCKET, *map(len, prompts))
-        self._prompt_rows = _power_of_two(longest)
-        read = len(known) + self._prompt_rows
-        most = max(read, min(read + max_new_tokens, config.max_position_embeddings))
-        self._rows = _power_of_two(len(prompts))
-        self._capacity = capacity_for(most, proposer.num_drafts)
+        self._bucket = Bucket.of(
+            len(prompts),
+            max(map(len, prompts)),
+            max_new_tokens,
+            config.max_position_embeddings,
+            proposer.num_drafts,
+            len(known),
+        )
         request = self._make_request(config, params, max_new_tokens)
         self.models = (target.weights, proposer, request)
         wanted = [p.logprobs for p in params if p.logprobs is not None]
@@ -118,9 +160,10 @@ class Batch:
     def _make_request(
         self, config: TargetConfig, params: Sequence[SamplingParams], max_new_tokens: int
     ) -> Request:
-        tokens = np.zeros((self._rows, self._capacity), np.int32)
-        lengths = np.ones((self._rows,), np.int32)
-        budgets = np.zeros((self._rows,), np.int32)  # 0: rows that only fill are done at once
+        rows = self._bucket.rows
+        tokens = np.zeros((rows, self._bucket.capacity), np.int32)
+        lengths = np.ones((rows,), np.int32)
+        budgets = np.zeros((rows,), np.int32)  # 0: rows that only fill are done at once
         for row, prompt in enumerate(self.prompts):
             tokens[row, : len(prompt)] = prompt
             lengths[row] = len(prompt)
@@ -129,12 +172,12 @@ class Batch:
             tokens[len(self.prompts) :, : len(self._prefix.token_ids)] = self._prefix.token_ids
             lengths[len(self.prompts) :] = len(self._prefix.token_ids) + 1
         ids = [sorted(p.stop_ids(config.eos_token_ids)) for p in params]
-        stop_ids = np.full((self._rows, _power_of_two(max(MIN_STOP_IDS, *map(len, ids)))), -1)
+        stop_ids = np.full((rows, _power_of_two(max(MIN_STOP_IDS, *map(len, ids)))), -1)
         for row, stops in enumerate(ids):
             stop_ids[row, : len(stops)] = stops
         sampling = None
         if not all(p.is_plain_greedy for p in params):
-            sampling = _sampling(params, self._rows, config.vocab_size)
+            sampling = _sampling(params, rows, config.vocab_size)
         return Request(
             tokens=jnp.asarray(tokens),
             lengths=jnp.asarray(lengths),
@@ -153,13 +196,15 @@ class Batch:
             last = jnp.int32(ALL_ROUNDS if rounds is None else rounds)
             read = self._prefix.read if self._prefix else None
             if read is not None and read.feature is not None:
-                feature = jnp.broadcast_to(read.feature, (self._rows, *read.feature.shape[1:]))
+                feature = jnp.broadcast_to(
+                    read.feature, (self._bucket.rows, *read.feature.shape[1:])
+                )
                 read = dataclasses.replace(read, feature=feature)
             arguments: tuple[Any, ...] = (*self.models, *self._caches(), last, read)
             call = functools.partial(
                 self._timed,
                 generate_tokens,
-                prompt_rows=self._prompt_rows,
+                prompt_rows=self._bucket.prompt_rows,
                 num_logprobs=self._num_logprobs,
             )
         else:
@@ -179,7 +224,7 @@ class Batch:
 
     def _caches(self) -> tuple[KVCache, Any]:
         """Returns empty caches, or copies of the prefix's."""
-        config, rows, capacity = self._target.config, self._rows, self._capacity
+        config, rows, capacity = self._target.config, self._bucket.rows, self._bucket.capacity
         dtype, block = _dtype(self._target), self._proposer.num_drafts + 1
         prefix = self._prefix
         if prefix is None:

@@ -27,6 +27,7 @@ from orbax.checkpoint import v1 as ocp
 
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.models import Drafter, Target
+from peagle_jax.models.quantized import BLOCK, BLOCK_BYTES
 
 FORMAT = "peagle_jax"
 FORMAT_VERSION = 2
@@ -39,10 +40,29 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, incomplete, damaged or of another kind."""
 
 
-def abstract_parameters(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns name, shape, and dtype float32, int32 or uint8 of every array of the module."""
+def abstract_parameters(
+    config: ModelConfig, dtype: jnp.dtype | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the module's arrays by name, as shapes.
+
+    Args:
+      config: architecture.
+      dtype: of the floating arrays, float32 by default. Ids are int32, packed weights uint8.
+    """
     module = Target if isinstance(config, TargetConfig) else Drafter
-    return dict(_named(_abstract_module(module, config, jnp.dtype("float32"))))
+    return dict(_named(_abstract_module(module, config, dtype or jnp.dtype("float32"))))
+
+
+def weight_count(name: str, array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Returns how many weights an array holds, however they are packed.
+
+    Ids are no weights, nor are the scales of packed ones.
+    """
+    if array.dtype == jnp.int32:
+        return 0
+    if array.dtype != jnp.uint8:
+        return array.size
+    return array.size // BLOCK_BYTES * BLOCK if name.endswith(".blocks") else 0
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from peagle_jax import checkpoint
-from peagle_jax.batch import MIN_PROMPT_BUCKET
+from peagle_jax.batch import Bucket
 from peagle_jax.config import DecoderConfig, DrafterConfig, TargetConfig
-from peagle_jax.decoding import capacity_for, prefill_rows
+from peagle_jax.decoding import prefill_rows
 from peagle_jax.generate import DEFAULT_SPECULATIVE_TOKENS
 from peagle_jax.kernels.attention import PIECE_ROWS, block_rows
 from peagle_jax.kernels.experts import MAX_BLOCK
@@ -63,20 +63,15 @@ class ModelMemory:
           capacity: slots of the layers without a window.
           dtype: of the weights that are not packed.
         """
-        arrays = checkpoint.abstract_parameters(config).values()
-        unpacked = _unpacked(config)
-        plain = arrays if unpacked == config else checkpoint.abstract_parameters(unpacked).values()
+        arrays = checkpoint.abstract_parameters(config, dtype)
         layers = zip((*cache.keys, *cache.values), config.sliding_windows * 2, strict=True)
         rows = cache.keys[0].shape[0]
         sizes = [(_bytes(array), window is None) for array, window in layers]
         growing = sum(size for size, grows in sizes if grows)
         total = sum(size for size, _ in sizes)
         return cls(
-            parameters=sum(a.size for a in plain if jnp.issubdtype(a.dtype, jnp.floating)),
-            weight_bytes=sum(
-                a.size * dtype.itemsize if jnp.issubdtype(a.dtype, jnp.floating) else _bytes(a)
-                for a in arrays
-            ),
+            parameters=sum(checkpoint.weight_count(name, a) for name, a in arrays.items()),
+            weight_bytes=sum(map(_bytes, arrays.values())),
             cache_bytes=total,
             cache_bytes_per_token=growing // (rows * capacity),
             window_bytes_per_sequence=(total - growing) // rows,
@@ -198,11 +193,14 @@ def plan_memory(
     _check(dtype in DTYPES, "dtype", repr(dtype), " or ".join(DTYPES))
 
     drafts = num_speculative_tokens if drafter_layers else 0
-    rows = _power_of_two(batch_size)
-    prompt_rows = _power_of_two(max(MIN_PROMPT_BUCKET, prompt_tokens))
-    longest = prompt_rows + context - prompt_tokens
-    longest = max(prompt_rows, min(longest, target.max_position_embeddings))
-    capacity = capacity_for(longest, drafts)
+    bucket = Bucket.of(
+        batch_size,
+        prompt_tokens,
+        context - prompt_tokens,
+        target.max_position_embeddings,
+        drafts,
+    )
+    rows, prompt_rows, capacity = bucket.rows, bucket.prompt_rows, bucket.capacity
 
     kind = jnp.dtype(dtype)
     cache = _cache(target, rows, capacity, kind, drafts + 1)
@@ -427,19 +425,8 @@ def _cache(
     return jax.eval_shape(lambda: KVCache.zeros(config, rows, capacity, dtype, block))
 
 
-def _unpacked[C: DecoderConfig](config: C) -> C:
-    """Returns the config with plain experts, whose arrays have as many elements as weights."""
-    if config.moe is None:
-        return config
-    return dataclasses.replace(config, moe=dataclasses.replace(config.moe, weights="plain"))
-
-
 def _bytes(array: jax.ShapeDtypeStruct | jax.Array) -> int:
     return array.size * array.dtype.itemsize
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _check(condition: bool, name: str, value: Any, expected: str) -> None:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from peagle_jax.batch import Batch
 from peagle_jax.decoding import Proposer, Request, State, continue_generation
-from peagle_jax.decoding.draft import Committed
 from peagle_jax.models import Frozen, Target
 
 REPEATS = 5
@@ -56,9 +55,9 @@ def draft_share(batch: Batch) -> float:
 def _propose(
     target: Frozen[Target], proposer: Proposer, request: Request, state: State, draft_state: Any
 ) -> tuple[Any, ...]:
-    past = state.generation
-    seen = Committed(past.tokens, past.lengths, state.accepted, state.features, past.rounds)
-    *drafts, draft_state = proposer.propose(target.merge(), draft_state, seen, request.sampling)
+    *drafts, draft_state = proposer.propose(
+        target.merge(), draft_state, state.seen, request.sampling
+    )
     return draft_state, *drafts
 
 

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 import peagle_jax
 from peagle_jax import SamplingParams
-from peagle_jax.decoding import program
+from peagle_jax.decoding import generate_tokens, read_prefix, reading
 from peagle_jax.load import LoadedDrafter, LoadedTarget
 
 # So few tokens that a random head is right now and then: its acceptance tells about its cache.
@@ -74,7 +74,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Prefills take so many rows a pass. Programs are told apart by shapes alone: forget them."""
 
     def limit(rows: int) -> None:
-        monkeypatch.setattr(program, "PREFILL_ROWS", rows)
+        monkeypatch.setattr(reading, "PREFILL_ROWS", rows)
         _forget()
 
     yield limit
@@ -84,8 +84,8 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _forget() -> None:
     sys.modules["peagle_jax.batch"]._programs.clear()
-    program.generate_tokens.clear_cache()
-    program.read_prefix.clear_cache()
+    generate_tokens.clear_cache()
+    read_prefix.clear_cache()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])

@@ -10,15 +10,12 @@ from peagle_jax.decoding.draft import (
 from peagle_jax.decoding.program import (
     Generation,
     Logprobs,
-    Prefix,
-    Request,
     State,
     capacity_for,
     continue_generation,
     generate_tokens,
-    prefill_rows,
-    read_prefix,
 )
+from peagle_jax.decoding.reading import Prefix, Request, prefill_rows, read_prefix
 from peagle_jax.decoding.sampling import Penalties, Sampling
 
 __all__ = [

@@ -41,6 +41,24 @@ class Committed:
     rounds: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PromptRows:
+    """Rows of the prompts, each the feature at a position with the token after it.
+
+    Attributes:
+      tokens: `[B, T]` int32, at `positions + 1`.
+      features: `[B, T, F]`.
+      positions: `[B, T]` int32, consecutive.
+      counts: `[B]`, how many of the rows are of the sequence's prompt.
+    """
+
+    tokens: jax.Array
+    features: jax.Array
+    positions: jax.Array
+    counts: jax.Array
+
+
 # Drafts [B, K] int32 (target ids), the law [B, K, V] that they were drawn from (None where they
 # are the most likely ones), and the proposer's new state.
 Proposal = tuple[jax.Array, jax.Array | None, Any]
@@ -63,30 +81,8 @@ class Proposer(Protocol):
     def start(self, target: Target, cache: Any) -> Any:
         """Returns its state before the prompts, or after those that the cache holds."""
 
-    def read(
-        self,
-        target: Target,
-        tokens: jax.Array,
-        features: jax.Array,
-        positions: jax.Array,
-        counts: jax.Array,
-        state: Any,
-        empty: bool = False,
-    ) -> Any:
-        """Reads prompt rows, each the feature at a position with the token after it.
-
-        Args:
-          target: the target.
-          tokens: `[B, T]` int32, at `positions + 1`.
-          features: `[B, T, F]`.
-          positions: `[B, T]` int32, consecutive.
-          counts: `[B]`, how many of the rows are of the sequence's prompt.
-          state: so far.
-          empty: nothing was read before (static).
-
-        Returns:
-          the new state.
-        """
+    def read(self, target: Target, rows: PromptRows, state: Any, empty: bool = False) -> Any:
+        """Reads rows of the prompts and returns the new state; `empty`: the first ones (static)."""
 
     def propose(
         self, target: Target, state: Any, seen: Committed, sampling: Sampling | None
@@ -118,17 +114,10 @@ class NoDraft:
         return cache
 
     def read(
-        self,
-        target: Target,
-        tokens: jax.Array,
-        features: jax.Array,
-        positions: jax.Array,
-        counts: jax.Array,
-        state: tuple[()],
-        empty: bool = False,
+        self, target: Target, rows: PromptRows, state: tuple[()], empty: bool = False
     ) -> tuple[()]:
         """Returns nothing."""
-        del target, tokens, features, positions, counts, empty
+        del target, rows, empty
         return state
 
     def propose(
@@ -183,14 +172,7 @@ class _HeadDraft:
         return DraftState(cache, drafter.project(drafter.mask_hidden[...]) if has_mask else None)
 
     def read(
-        self,
-        target: Target,
-        tokens: jax.Array,
-        features: jax.Array,
-        positions: jax.Array,
-        counts: jax.Array,
-        state: DraftState,
-        empty: bool = False,
+        self, target: Target, rows: PromptRows, state: DraftState, empty: bool = False
     ) -> DraftState:
         """Runs the drafter over prompt rows.
 
@@ -198,8 +180,9 @@ class _HeadDraft:
         drafts from it.
         """
         drafter = self.drafter.merge()
-        attend = cached(state.cache, positions, counts, empty)
-        _, cache = drafter(tokens, drafter.project(features), positions, attend, target)
+        attend = cached(state.cache, rows.positions, rows.counts, empty)
+        hidden = drafter.project(rows.features)
+        _, cache = drafter(rows.tokens, hidden, rows.positions, attend, target)
         return DraftState(cache, state.mask_row)
 
 
@@ -337,18 +320,9 @@ class ScriptedDraft:
         """Starts the proposer run beside the script."""
         return self.beside.start(target, cache)
 
-    def read(
-        self,
-        target: Target,
-        tokens: jax.Array,
-        features: jax.Array,
-        positions: jax.Array,
-        counts: jax.Array,
-        state: Any,
-        empty: bool = False,
-    ) -> Any:
+    def read(self, target: Target, rows: PromptRows, state: Any, empty: bool = False) -> Any:
         """Has the proposer run beside the script read the rows."""
-        return self.beside.read(target, tokens, features, positions, counts, state, empty)
+        return self.beside.read(target, rows, state, empty)
 
     def propose(
         self, target: Target, state: Any, seen: Committed, sampling: Sampling | None

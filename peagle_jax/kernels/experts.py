@@ -32,8 +32,8 @@ def mix_experts(
 
     - Blocks, on CPU and for many rows: the pairs of row and expert are sorted by expert and cut
       into blocks of one expert each, and a loop runs over the blocks. Each expert in use is read
-      once (or once per block), no other is touched. `ragged_dot` multiplies every row with every
-      expert on CPU and on GPU, and masks.
+      once (or once per block), no other is touched. XLA makes of `ragged_dot` a masked product of
+      every row with every expert.
     - Pairs, for few rows on GPU: every pair by itself, as a sum of products that XLA fuses with
       the reading (and unpacking) of its expert's weights. A loop would cost several launches per
       expert there. An expert that several rows chose is read for each of them, which is why more

@@ -22,7 +22,7 @@ from peagle_jax.decoding import (
     capacity_for,
     generate_tokens,
 )
-from peagle_jax.decoding.draft import Committed
+from peagle_jax.decoding.draft import Committed, PromptRows
 from peagle_jax.load import LoadedDrafter, LoadedTarget
 from peagle_jax.models import Drafter, Frozen, KVCache, Target, masked
 
@@ -273,10 +273,16 @@ def _drafts_after(
     attend = masked([causal] * model.config.num_layers)
     _, features, _ = model(tokens, positions, attend, proposer.aux_boundaries)
     state = proposer.read(
-        model, tokens[:, 1:BUCKET], features[:, : BUCKET - 1], positions[:, : BUCKET - 1],
-        request.lengths - 1,
-        proposer.start(model, proposer.new_cache(batch, CAPACITY, jnp.float32)), empty=True,
-    )  # fmt: skip
+        model,
+        PromptRows(
+            tokens[:, 1:BUCKET],
+            features[:, : BUCKET - 1],
+            positions[:, : BUCKET - 1],
+            request.lengths - 1,
+        ),
+        proposer.start(model, proposer.new_cache(batch, CAPACITY, jnp.float32)),
+        empty=True,
+    )
     drafts, length = [], request.lengths + 1
     for kept in (np.zeros(batch, np.int32), np.minimum(accepted, proposer.num_drafts)):
         rows = (length - kept - 2)[:, None] + jnp.arange(proposer.num_drafts + 1)

@@ -11,7 +11,7 @@ from conftest import DEMO_DRAFTER, GOLDEN
 import peagle_jax
 from peagle_jax.convert import to_native
 from peagle_jax.decoding import AutoregressiveDraft
-from peagle_jax.decoding.draft import Committed
+from peagle_jax.decoding.draft import Committed, PromptRows
 from peagle_jax.load import LoadedDrafter, LoadedTarget
 from peagle_jax.models import Drafter, Frozen, KVCache, Target, cached, masked
 
@@ -155,15 +155,9 @@ def test_autoregressive_drafting_equals_speculators(
     features = jnp.asarray(golden["features"])[None]
     positions = jnp.asarray(golden["positions"])[None]
     state = proposer.start(no_target(), proposer.new_cache(1, 64, jnp.float32))
-    state = proposer.read(
-        no_target(),
-        tokens[:, 1:rows],
-        features[:, :-1],
-        positions[:, :-1],
-        jnp.array([rows - 1]),
-        state,
-        empty=True,
-    )
+    counts = jnp.array([rows - 1])
+    prompt = PromptRows(tokens[:, 1:rows], features[:, :-1], positions[:, :-1], counts)
+    state = proposer.read(no_target(), prompt, state, empty=True)
     committed = Committed(
         tokens,
         jnp.array([rows + 1]),
