@@ -52,6 +52,7 @@ def test_logits_equal_transformers(case: tuple[LoadedTarget, dict[str, np.ndarra
     target, golden = case
     logits, _ = forward(target.weights, golden["ids"])
     np.testing.assert_allclose(logits, golden["logits"], atol=1e-4)
+    assert np.sqrt(np.mean((np.asarray(logits) - golden["logits"]) ** 2)) < 1e-5
 
 
 def test_boundaries_equal_transformers(case: tuple[LoadedTarget, dict[str, np.ndarray]]) -> None:
