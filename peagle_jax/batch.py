@@ -222,6 +222,22 @@ class Batch:
         generation = dataclasses.replace(self.state.generation, done=done)
         self.state = dataclasses.replace(self.state, generation=generation)
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drops all rows but these, the others' memory and time with them.
+
+        Args:
+          rows: rows of `generation`, whose number is rounded up to a power of two; the row that
+            fills it up must be done.
+        """
+        assert self.state is not None
+        size = _power_of_two(len(rows))
+        filling = [] if size == len(rows) else [int(np.argmax(self.generation.done))]
+        kept = jnp.asarray([*rows, *filling * (size - len(rows))], jnp.int32)
+        target, proposer, request = self.models
+        request, self.state = _take_rows((request, self.state), kept)
+        self.models = (target, proposer, request)
+        self.generation = jax.device_get(self.state.generation)
+
     def _caches(self) -> tuple[KVCache, Any]:
         """Returns empty caches, or copies of the prefix's."""
         config, rows, capacity = self._target.config, self._bucket.rows, self._bucket.capacity
@@ -247,6 +263,12 @@ class Batch:
         self.compile_seconds += compiled - started
         self.seconds += time.perf_counter() - compiled
         return state, generation
+
+
+@jax.jit
+def _take_rows(tree: tuple[Request, State], rows: jax.Array) -> tuple[Request, State]:
+    """Returns these sequences of arrays `[B, ...]`; scalars stay."""
+    return jax.tree.map(lambda x: x[rows] if x.ndim else x, tree)
 
 
 _programs: dict[Hashable, Any] = {}

@@ -1,15 +1,29 @@
-"""Grouped-query attention of a block of query rows over a KV cache (XLA reference)."""
+"""Grouped-query attention of a block of query rows: the entry point, and the XLA reference."""
 
 import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+
+from peagle_jax.kernels.mosaic import devices_serve
+from peagle_jax.kernels.prefill_attention import prefill_attention
+from peagle_jax.kernels.verify_attention import verify_attention
 
 # A long prefill is cut into pieces of query rows, so that each reads only the keys that it sees,
 PIECE_ROWS = 1024
 # and a piece into blocks whose float32 scores [B, N, T, S] take no more than this.
 SCORE_BYTES = 1 << 28
+# On CPU so many products of one query row (sequences times KV heads) are sums, more are products.
+SUMMED_PRODUCTS = 32
+
+Implementation = Literal["auto", "xla", "pallas"]
+# What `attention` does when it is not told. Read when a program is traced: jitted programs keep
+# what they were traced with until `jax.clear_caches()`.
+IMPLEMENTATION: Implementation = "auto"
+# Rows of a sequence up to which the Pallas kernel is that for verification, else that for prefills.
+VERIFIED_ROWS = 64
 
 
 def attention(
@@ -21,11 +35,30 @@ def attention(
     window: int | None = None,
     sinks: jax.Array | None = None,
     own: bool = False,
+    counts: jax.Array | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Causal attention, where positions say which row sees which key.
 
     A row at position p sees the keys at positions 0..p, and with a window only those after
     p - window. A key that no row sees has no influence as long as it is finite.
+
+    A sequence's rows and keys stand in order: its rows at consecutive positions, and its keys in a
+    circle of slots that ends with the last row's, `held[s] = p - (t - s) % S` where that row has
+    position p and lies in slot t. So it is in a cache whose slots are positions, in a ring, and
+    among the rows themselves.
+
+    What "auto" takes:
+
+    - XLA on every platform but CUDA, so on CPU; for float32, which the tensor cores would round to
+      less; for head sizes other than 64 and 128; and for GPUs older than Hopper, where this
+      process has one.
+    - Elsewhere the Pallas kernels: `verify_attention` for up to `VERIFIED_ROWS` rows of a sequence,
+      `prefill_attention` for more. They are chosen when the program is lowered for CUDA, also
+      without a GPU at hand. They have no derivative.
+
+    "pallas" takes them always: in a process without a GPU in interpret mode, for tests, where
+    float32 is as exact as with XLA and any head size of a multiple of 32 bytes will do.
 
     Args:
       queries: `[B, T, N, D]`.
@@ -36,11 +69,83 @@ def attention(
       window: positions that a row sees, itself included; None for all.
       sinks: `[N]`, one logit per query head that takes part in the softmax and has no value.
       own: the keys are those of the rows, in their order (S = T).
+      counts: `[B]` int32, rows of each sequence whose output is wanted, the first ones; None for
+        all.
+      implementation: None for the module's `IMPLEMENTATION`.
 
     Returns:
       `[B, T, N, D]` in the dtype of `queries`; scores and softmax are float32, scaled by
       `D ** -0.5`.
     """
+    chosen = implementation or IMPLEMENTATION
+    arrays = queries, keys, values, positions, held, sinks, counts
+
+    if chosen == "pallas":
+        return _by_kernel(window, jax.default_backend() == "cpu", *arrays)
+    xla = functools.partial(_by_xla, window, own)
+    if chosen == "xla" or not _kernels_serve(queries, keys, values):
+        return xla(*arrays)
+    kernel = functools.partial(_by_kernel, window, False)
+    return jax.lax.platform_dependent(*arrays, cuda=kernel, default=xla)
+
+
+def _kernels_serve(*arrays: jax.Array) -> bool:
+    """Returns whether the kernels take these arrays, and the GPUs that are there the kernels."""
+    dtypes = {x.dtype for x in arrays}
+    half = dtypes in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})
+    return half and arrays[0].shape[-1] in (64, 128) and devices_serve()
+
+
+def _by_kernel(
+    window: int | None,
+    interpret: bool,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    held: jax.Array,
+    sinks: jax.Array | None,
+    counts: jax.Array | None,
+) -> jax.Array:
+    """Attention by a Pallas kernel."""
+    batch, length = positions.shape
+    first, base = positions[:, 0], jnp.broadcast_to(held[..., 0], (batch,))
+    if length <= VERIFIED_ROWS:
+        return verify_attention(
+            queries, keys, values, first, base, window, sinks, interpret=interpret
+        )
+    return prefill_attention(
+        queries, keys, values, first, base, counts, window, sinks, interpret=interpret
+    )
+
+
+def _by_xla(
+    window: int | None,
+    own: bool,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    held: jax.Array,
+    sinks: jax.Array | None,
+    counts: jax.Array | None,
+) -> jax.Array:
+    """Attention by XLA, which computes all rows."""
+    del counts
+    return xla_attention(queries, keys, values, positions, held, window, sinks, own)
+
+
+def xla_attention(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    held: jax.Array,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+    own: bool = False,
+) -> jax.Array:
+    """Returns what `attention` does, by XLA; here `held` may be in any order."""
     length = queries.shape[1]
     out: list[jax.Array] = []
     for start in range(0, length, PIECE_ROWS):
@@ -147,7 +252,8 @@ def _product(equation: str, left: jax.Array, right: jax.Array, length: int) -> j
             return jnp.sum(left[:, :, None] * right[:, None], axis=-1)
         return jnp.sum(left[..., None] * right[:, None], axis=2)
 
-    # XLA CPU copies keys and values before it multiplies them; one query row is quicker to sum.
+    # XLA CPU copies keys and values before it multiplies them; one query row of few sequences is
+    # quicker to sum.
     product = functools.partial(jnp.einsum, equation, precision="highest")
-    cpu = summed if length == 1 else product
+    cpu = summed if length == 1 and left.shape[0] <= SUMMED_PRODUCTS else product
     return jax.lax.platform_dependent(left, right, cpu=cpu, default=product)

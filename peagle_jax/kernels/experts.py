@@ -3,20 +3,29 @@
 `benchmarks/experts.py` measures it against `jax.lax.ragged_dot` and the product with all experts.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from peagle_jax.kernels.attention import Implementation
 from peagle_jax.kernels.linear import linear
+from peagle_jax.kernels.mosaic import Interpret, devices_serve
 
 # (rows [T, in], weight [out, in]) -> [T, out]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 # (index of an expert [], rows [T, H], product) -> the expert's output [T, H]
 Expert = Callable[[jax.Array, jax.Array, Product], jax.Array]
 
+# (blocks, their rows [B, size, H], interpret) -> what the blocks' experts make of them [B, size, H]
+PackedExperts = Callable[["Blocks", jax.Array, Interpret], jax.Array]
+
 # Rows that an expert multiplies at a time: at most these, at least those.
 MAX_BLOCK, MIN_BLOCK = 128, 8
+# The same for a kernel that takes all blocks at once, and the rows for which it is used.
+MAX_PACKED_BLOCK, PACKED_ROWS = 32, 64
 
 
 def mix_experts(
@@ -25,10 +34,12 @@ def mix_experts(
     weights: jax.Array,
     num_experts: int,
     expert: Expert,
+    packed: PackedExperts | None = None,
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """Returns the weighted sum of each row's experts.
 
-    There are two schedules, chosen by platform and by the (static) number of pairs:
+    There are three schedules, chosen by platform and by the (static) number of pairs:
 
     - Blocks, on CPU and for many rows: the pairs of row and expert are sorted by expert and cut
       into blocks of one expert each, and a loop runs over the blocks. Each expert in use is read
@@ -38,6 +49,12 @@ def mix_experts(
       the reading (and unpacking) of its expert's weights. A loop would cost several launches per
       expert there. An expert that several rows chose is read for each of them, which is why more
       pairs than experts take the blocks.
+    - All blocks at once, by a Pallas kernel, for up to `PACKED_ROWS` rows on GPU where there is one
+      (`packed`). Every expert in use is read once, or by as many neighbours as it has blocks.
+
+    "auto" takes the last where the program is lowered for CUDA and the GPUs that are there are
+    Hoppers or newer. "pallas" takes it on any platform and for any number of rows, on CPU in
+    interpret mode, for tests; "xla" never.
 
     Args:
       rows: `[R, H]`.
@@ -45,20 +62,31 @@ def mix_experts(
       weights: `[R, k]`, in the dtype of `rows`.
       num_experts: E.
       expert: computes one expert for a few rows.
+      packed: computes the experts of all blocks, by a kernel.
+      implementation: "auto", "xla" or "pallas".
 
     Returns:
       `[R, H]` in the dtype of `rows`.
     """
-    pairs = chosen.shape[0] * chosen.shape[1]
-    if pairs > num_experts:
-        out = _by_block(rows, chosen, num_experts, expert)  # [R, k, H]
+    by_block = functools.partial(_by_block, num_experts=num_experts, expert=expert)
+    by_pair = functools.partial(_by_pair, expert=expert)
+
+    def by_xla(rows: jax.Array, chosen: jax.Array) -> jax.Array:
+        if chosen.size > num_experts:
+            return by_block(rows, chosen)
+        return jax.lax.platform_dependent(rows, chosen, cpu=by_block, default=by_pair)
+
+    def by_kernel(interpret: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        assert packed is not None
+        return functools.partial(_at_once, num_experts, packed, interpret)
+
+    few = rows.shape[0] <= PACKED_ROWS and devices_serve()
+    if packed is None or implementation == "xla" or (implementation == "auto" and not few):
+        out = by_xla(rows, chosen)  # [R, k, H]
+    elif implementation == "auto":
+        out = jax.lax.platform_dependent(rows, chosen, cuda=by_kernel(False), default=by_xla)
     else:
-        out = jax.lax.platform_dependent(
-            rows,
-            chosen,
-            cpu=lambda rows, chosen: _by_block(rows, chosen, num_experts, expert),
-            default=lambda rows, chosen: _by_pair(rows, chosen, expert),
-        )
+        out = by_kernel(jax.default_backend() == "cpu")(rows, chosen)
     return jnp.einsum("rkh,rk->rh", out, weights, precision="highest")
 
 
@@ -77,44 +105,86 @@ def _summed(rows: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.sum(wide, axis=-1)[None].astype(rows.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Pairs of row and expert, sorted by expert and cut into blocks of one expert each.
+
+    Attributes:
+      experts: `[B]` int32, in rising order.
+      rows: `[B, size]` int32, index of each place's row. Places past the pairs of a block's expert
+        repeat some row; nobody reads what comes of it.
+      used: `[]` int32, blocks that hold pairs, the first ones.
+      places: `[R, k]` int32, the place of each pair among all `B size`.
+    """
+
+    experts: jax.Array
+    rows: jax.Array
+    used: jax.Array
+    places: jax.Array
+
+    @classmethod
+    def of(cls, chosen: jax.Array, num_experts: int, size: int) -> "Blocks":
+        """Returns the blocks of so many pairs for routes `[R, k]`."""
+        pairs, k = chosen.size, chosen.shape[1]
+        most = min(num_experts, pairs) + pairs // size  # every expert in use may end a block early
+
+        flat = chosen.reshape(-1)
+        order = jnp.argsort(flat, stable=True)  # [P], pairs by expert
+        counts = jnp.sum(flat[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)  # [E]
+        starts = jnp.cumsum(counts) - counts  # in the order
+        ends = jnp.cumsum(-(-counts // size))  # in blocks
+        firsts = ends - -(-counts // size)
+
+        block = jnp.arange(most, dtype=jnp.int32)
+        experts = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
+        experts = jnp.minimum(experts, jnp.max(flat))  # blocks past the last
+        rank = (block - firsts[experts])[:, None] * size + jnp.arange(size)  # [B, size]
+        rows = order[jnp.minimum(starts[experts][:, None] + rank, pairs - 1)] // k
+        places = firsts[flat] * size + jnp.argsort(order) - starts[flat]  # [P]
+        return cls(experts, rows, ends[-1], places.reshape(chosen.shape))
+
+
 def _by_block(rows: jax.Array, chosen: jax.Array, num_experts: int, expert: Expert) -> jax.Array:
     """Returns the output of every pair `[R, k, H]`, block by block of one expert's pairs."""
-    (num_rows, hidden), k = rows.shape, chosen.shape[1]
-    pairs = num_rows * k
-    size = _block_size(num_rows, pairs, num_experts)
-    most = min(num_experts, pairs) + pairs // size  # every expert in use may end a block early
-
-    flat = chosen.reshape(-1)
-    order = jnp.argsort(flat, stable=True)  # [P], pairs by expert
-    counts = jnp.sum(flat[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)  # [E]
-    starts = jnp.cumsum(counts) - counts  # in the order
-    ends = jnp.cumsum(-(-counts // size))  # in blocks
-    firsts = ends - -(-counts // size)
-
-    block = jnp.arange(most, dtype=jnp.int32)
-    expert_of = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
-    expert_of = jnp.minimum(expert_of, jnp.max(flat))  # blocks past the last
-    # Places of a block past its expert's pairs repeat some row; nobody reads what comes of it.
-    rank = (block - firsts[expert_of])[:, None] * size + jnp.arange(size)  # [most, size]
-    row_of = order[jnp.minimum(starts[expert_of][:, None] + rank, pairs - 1)] // k
+    size = _block_size(rows.shape[0], chosen.size, num_experts)
+    blocks = Blocks.of(chosen, num_experts, size)
+    most = blocks.experts.shape[0]
 
     def step(i: jax.Array, out: jax.Array) -> jax.Array:
-        done = expert(expert_of[i], rows[row_of[i]], linear)  # [size, H]
+        done = expert(blocks.experts[i], rows[blocks.rows[i]], linear)  # [size, H]
         return jax.lax.dynamic_update_slice(out, done, (i * size, 0))
 
     # A count that is known beforehand spares a GPU the wait for it in every step.
     steps = jax.lax.platform_dependent(
-        ends[-1], cpu=lambda used: used, default=lambda _: jnp.int32(most)
+        blocks.used, cpu=lambda used: used, default=lambda _: jnp.int32(most)
     )
     # Zeros of its own: else XLA shares one array among all layers, keeps it and copies it in each.
     zero, rows = jax.lax.optimization_barrier((jnp.zeros((), rows.dtype), rows))
-    out = jnp.broadcast_to(zero, (most * size, hidden))
+    out = jnp.broadcast_to(zero, (most * size, rows.shape[1]))
     out = jax.lax.fori_loop(0, steps, step, out)
-    place = firsts[flat] * size + jnp.argsort(order) - starts[flat]  # [P]
-    return out[place].reshape(num_rows, k, hidden)
+    return out[blocks.places]
+
+
+def _at_once(
+    num_experts: int,
+    packed: PackedExperts,
+    interpret: Interpret,
+    rows: jax.Array,
+    chosen: jax.Array,
+) -> jax.Array:
+    """Returns the output of every pair `[R, k, H]`, all blocks together."""
+    blocks = Blocks.of(chosen, num_experts, _packed_size(rows.shape[0], chosen.size, num_experts))
+    out = packed(blocks, rows[blocks.rows], interpret)  # [B, size, H]
+    return out.reshape(-1, out.shape[-1])[blocks.places]
 
 
 def _block_size(num_rows: int, pairs: int, num_experts: int) -> int:
     """Returns the pairs of a block: about as many as an expert has, but no tiny products."""
     mean = -(-pairs // num_experts)
     return min(num_rows, MAX_BLOCK, max(MIN_BLOCK, 1 << (mean - 1).bit_length()))
+
+
+def _packed_size(num_rows: int, pairs: int, num_experts: int) -> int:
+    """Returns the same for a kernel, a multiple of 8 and twice the mean: most experts need one."""
+    mean = -(-pairs // num_experts)
+    return min(-(-num_rows // 8) * 8, MAX_PACKED_BLOCK, max(8, 2 << (mean - 1).bit_length()))

@@ -16,6 +16,10 @@ from peagle_jax.config import DecoderConfig
 from peagle_jax.kernels import attention, masked_attention
 from peagle_jax.models.layers import Attend
 
+# On CPU the rows of so many sequences are written one after the other, those of more by a scatter,
+# which compiles faster too.
+WRITTEN_EACH = 8
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +76,9 @@ def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array
     Returns:
       `[B, N_kv, S, D]`, updated in place where the buffer is donated.
     """
+    cpu = _write_each if cache.shape[0] <= WRITTEN_EACH else _write_together
     return jax.lax.platform_dependent(
-        cache, rows.astype(cache.dtype), start, cpu=_write_each, default=_write_together
+        cache, rows.astype(cache.dtype), start, cpu=cpu, default=_write_together
     )
 
 
@@ -85,7 +90,7 @@ def _write_together(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.
 
 
 def _write_each(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
-    """XLA CPU turns a scatter into a dozen small loops, which cost more than the copies."""
+    """XLA CPU turns a scatter into a dozen small loops, which cost more than a few copies."""
     for row in range(cache.shape[0]):
         at = (row, 0, start[row], 0)
         cache = jax.lax.dynamic_update_slice(cache, rows[row : row + 1], at)
@@ -155,7 +160,11 @@ def cached(
             return write_ring(cache, rows, start, written)
 
         def beside(cache: jax.Array, rows: jax.Array) -> jax.Array:
-            return jnp.concatenate([cache, rows.astype(cache.dtype)], axis=2)
+            """Returns the ring in the order of positions, and the rows after it."""
+            slots = cache.shape[2]
+            at = (start[:, None] + jnp.arange(slots, dtype=jnp.int32)) % slots  # oldest first
+            ordered = jnp.take_along_axis(cache, at[:, None, :, None], axis=2)
+            return jnp.concatenate([ordered, rows.astype(cache.dtype)], axis=2)
 
         before = cache.keys[layer], cache.values[layer]
         kept = write(before[0], keys), write(before[1], values)
@@ -168,8 +177,8 @@ def cached(
             seen, held = kept, ring_positions(start + length - 1, slots)
         else:  # more rows than a ring has room for beside its window
             seen = beside(before[0], keys), beside(before[1], values)
-            held = jnp.concatenate([ring_positions(start - 1, slots), positions], axis=1)
-        out = attention(queries, *seen, positions, held, window, sinks, own=empty)
+            held = (start - slots)[:, None] + jnp.arange(slots + length, dtype=jnp.int32)
+        out = attention(queries, *seen, positions, held, window, sinks, own=empty, counts=counts)
         return out, kept
 
     return attend

@@ -1,11 +1,14 @@
 """Mixture of experts: a router chooses k of E gated MLPs for every row (Qwen3-MoE, GPT-OSS)."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from peagle_jax.config import DecoderConfig
-from peagle_jax.kernels import Product, linear, mix_experts
+from peagle_jax.kernels import Blocks, Product, linear, mix_experts
+from peagle_jax.kernels.mosaic import Interpret
 from peagle_jax.models.layers import parameter
 from peagle_jax.models.quantized import MXFP4
 
@@ -36,9 +39,13 @@ class MoE(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, H] -> [B, T, H]
         rows = x.reshape(-1, x.shape[-1])  # [R, H]
         chosen, weights = self.route(rows)
-        return mix_experts(rows, chosen, weights, self.config.num_experts, self.expert).reshape(
-            x.shape
-        )
+        experts = self.config.num_experts, self.expert, self.packed_experts if self.packed else None
+        return mix_experts(rows, chosen, weights, *experts).reshape(x.shape)
+
+    @property
+    def packed(self) -> bool:
+        """Whether a kernel takes the weights as they are packed."""
+        return all(isinstance(w, MXFP4) and w.has_kernel for w in (self.gate_up, self.down))
 
     def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Chooses each row's experts.
@@ -64,19 +71,41 @@ class MoE(nnx.Module):
 
     def expert(self, index: jax.Array, rows: jax.Array, product: Product) -> jax.Array:
         """Computes the expert at `index` for rows `[T, H]`; returns `[T, H]`."""
+
+        def of_one(rows: jax.Array, weights: nnx.Param | MXFP4) -> jax.Array:
+            return product(rows, _weight(weights, index, rows.dtype))
+
+        return self._gated(index, rows, of_one)
+
+    def packed_experts(self, blocks: Blocks, rows: jax.Array, interpret: Interpret) -> jax.Array:
+        """Computes each block's expert for its rows `[B, size, H]`, by a kernel."""
+
+        def of_all(rows: jax.Array, weights: nnx.Param | MXFP4) -> jax.Array:
+            assert isinstance(weights, MXFP4)
+            return weights.product(rows, blocks, interpret)
+
+        return self._gated(blocks.experts, rows, of_all)
+
+    def _gated(
+        self,
+        index: jax.Array,
+        rows: jax.Array,
+        product: Callable[[jax.Array, nnx.Param | MXFP4], jax.Array],
+    ) -> jax.Array:
+        """Computes experts `[...]` for rows `[..., T, H]`, given their product with weights."""
         moe = self.config
-        fused = product(rows, _weight(self.gate_up, index, rows.dtype))
+        fused = product(rows, self.gate_up)
         if moe.expert_bias:
-            fused = fused + self.gate_up_bias[...][index]
+            fused = fused + self.gate_up_bias[...][index][..., None, :]
         gate, up = jnp.split(fused, 2, axis=-1)
         if moe.swiglu_limit is None:
-            inner = jax.nn.silu(gate) * up  # [T, I]
+            inner = jax.nn.silu(gate) * up  # [..., T, I]
         else:
             gate = jnp.minimum(gate, moe.swiglu_limit)
             up = jnp.clip(up, -moe.swiglu_limit, moe.swiglu_limit)
             inner = gate * jax.nn.sigmoid(moe.swiglu_alpha * gate) * (up + 1)
-        out = product(inner, _weight(self.down, index, rows.dtype))
-        return out + self.down_bias[...][index] if moe.expert_bias else out
+        out = product(inner, self.down)
+        return out + self.down_bias[...][index][..., None, :] if moe.expert_bias else out
 
 
 def _weight(weights: nnx.Param | MXFP4, index: jax.Array, dtype: jnp.dtype) -> jax.Array:

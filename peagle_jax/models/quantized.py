@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from peagle_jax.kernels import Blocks, mxfp4_product, mxfp4_supports
+from peagle_jax.kernels.mosaic import Interpret
+
 # Weights that share one scale, and the bytes that hold them.
 BLOCK, BLOCK_BYTES = 32, 16
 
@@ -37,6 +40,18 @@ class MXFP4(nnx.Module):
         return jax.lax.platform_dependent(
             weights, cpu=jax.lax.optimization_barrier, default=lambda unpacked: unpacked
         )
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether `product` takes these weights, `[E, out, in]`."""
+        _, features, blocks = self.scales[...].shape
+        return mxfp4_supports(features, blocks * BLOCK)
+
+    def product(self, rows: jax.Array, blocks: Blocks, interpret: Interpret) -> jax.Array:
+        """Returns the product `[B, size, out]` of each block of rows `[B, size, in]`."""
+        packed = self.blocks[...], self.scales[...]
+        out = mxfp4_product(rows, blocks.experts, blocks.used, *packed, interpret=interpret)
+        return out.astype(rows.dtype)
 
 
 def unpack_mxfp4(blocks: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:

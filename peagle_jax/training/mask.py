@@ -1,11 +1,17 @@
 """Who sees whom among the elements of a packed row, and attention under that rule."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from peagle_jax.kernels import masked_attention
+from peagle_jax.kernels import (
+    Implementation,
+    cod_attention,
+    cod_attention_serves,
+    masked_attention,
+)
 from peagle_jax.models import KVCache
 from peagle_jax.models.layers import Attend
 from peagle_jax.training.cod import Elements
@@ -36,6 +42,10 @@ class Rows:
         own = -1 - jnp.arange(elements.anchors.shape[0], dtype=jnp.int32)
         documents = jnp.where(elements.valid, document_ids[elements.anchors], own)
         return cls(elements.anchors, elements.depths, documents)
+
+    def stacked(self) -> jax.Array:
+        """Returns anchors, depths and documents, `[3, T]`."""
+        return jnp.stack([self.anchors, self.depths, self.documents])
 
 
 def sees(queries: Rows, keys: Rows, window: int | None = None) -> jax.Array:
@@ -95,14 +105,22 @@ def sees_by_table(table: jax.Array, queries: Rows, keys: Rows, length: int) -> j
     return (queries.documents[:, None] == keys.documents) & jnp.concatenate([real, chain], axis=1)
 
 
-def among(rows: Rows, context: tuple[Rows, KVCache] | None = None) -> Attend:
+def among(
+    rows: Rows,
+    context: tuple[Rows, KVCache] | None = None,
+    implementation: Implementation = "auto",
+) -> Attend:
     """Attention of rows among themselves, and over keys that were made before.
 
-    Scores are made block by block of query rows, and made again in the backward pass.
+    XLA makes the scores block by block of query rows, and makes them again in the backward pass.
+    "auto" takes the kernels of `cod_attention` instead where a program is lowered for CUDA, they
+    take the queries and there are no sinks. "pallas" takes them on any platform, on CPU in
+    interpret mode, for tests; "xla" never.
 
     Args:
       rows: of the queries, T of them, batch 1.
       context: rows and their keys and values, which the queries see beside each other.
+      implementation: "auto", "xla" or "pallas".
     """
 
     def attend(
@@ -119,7 +137,26 @@ def among(rows: Rows, context: tuple[Rows, KVCache] | None = None) -> Attend:
             all_keys = jnp.concatenate([cache.keys[layer], keys], axis=2)
             all_values = jnp.concatenate([cache.values[layer], values], axis=2)
             all_rows = jax.tree.map(lambda *x: jnp.concatenate(x), before, rows)
-        out = _in_blocks(queries, all_keys, all_values, rows, all_rows, window, sinks)
+        arrays = queries, all_keys, all_values
+
+        def by_xla(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+            return _in_blocks(queries, keys, values, rows, all_rows, window, sinks)
+
+        def by_kernel(
+            interpret: bool, queries: jax.Array, keys: jax.Array, values: jax.Array
+        ) -> jax.Array:
+            of_rows = rows.stacked(), all_rows.stacked()
+            return cod_attention(queries[0], keys[0], values[0], *of_rows, window, interpret)[None]
+
+        if implementation == "xla" or sinks is not None:
+            out = by_xla(*arrays)
+        elif implementation == "pallas":
+            out = by_kernel(jax.default_backend() == "cpu", *arrays)
+        elif cod_attention_serves(queries):
+            kernel = functools.partial(by_kernel, False)
+            out = jax.lax.platform_dependent(*arrays, cuda=kernel, default=by_xla)
+        else:
+            out = by_xla(*arrays)
         return out, (keys, values)
 
     return attend

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from peagle_jax.models import Drafter
+from peagle_jax.models import Drafter, Target
 from peagle_jax.models.quantized import Buffer
 
 # The name of the one row of a frozen embedding that trains.
@@ -31,7 +31,7 @@ class Parts:
     )
 
     def build(self, trainable: dict[str, jax.Array]) -> Drafter:
-        """Returns the head with these trainable arrays."""
+        """Returns the head with these trainable arrays, and with every table its own."""
         graphdef, treedef, names = self.structure
         arrays = self.frozen | trainable
         if MASK_ROW in arrays:
@@ -41,24 +41,44 @@ class Parts:
         return nnx.merge(graphdef, treedef.unflatten(arrays[name] for name in names))
 
 
-def split(head: Drafter, *, embedding: bool = True, lm_head: bool = False) -> Parts:
+def split(
+    head: Drafter,
+    *,
+    embedding: bool | None = None,
+    lm_head: bool = False,
+    target: Target | None = None,
+) -> Parts:
     """Cuts a head into what trains and what stays.
 
-    The defaults are speculators': the embedding trains, the lm_head is the target's rows.
+    The defaults are speculators': the embedding of a P-EAGLE head trains, that of an EAGLE-3 head
+    does not, and the lm_head is the target's rows.
 
     Args:
-      head: a P-EAGLE head.
-      embedding: all of it trains, or of a frozen one the mask token's row alone.
+      head: a P-EAGLE or EAGLE-3 head.
+      embedding: all of it trains, or of a P-EAGLE head's frozen one the mask token's row alone.
+        By default it trains if it is the head's own and the head is a P-EAGLE one.
       lm_head: it trains.
+      target: whose tables a head without its own ones shares. They stay as they are, the mask
+        token's row too.
 
     Raises:
-      ValueError: the head has no mask slots, or shares a table with its target.
+      ValueError: a table is shared and told to train, or there is no target to take it from.
     """
     config = head.config
-    if config.mask_token_id is None:
-        raise ValueError("an EAGLE-3 head has no mask slots to train")
+    parallel = config.mask_token_id is not None
+    if embedding is None:
+        embedding = parallel and config.own_embedding
+    if (embedding and not config.own_embedding) or (lm_head and not config.own_lm_head):
+        raise ValueError(
+            "a table that trains must be of its own: the head shares it with its target"
+        )
+    has_mask_row = parallel and config.own_embedding and not embedding
     if not (config.own_embedding and config.own_lm_head):
-        raise ValueError("a head in training needs an embedding and an lm_head of its own")
+        if target is None:
+            raise ValueError(
+                "a head without an embedding and an lm_head of its own needs its target"
+            )
+        head = _with_tables(head, target)
     graphdef, state = nnx.split(head)
     paths, treedef = jax.tree.flatten_with_path(state)
     kinds = nnx.to_flat_state(state)
@@ -68,7 +88,18 @@ def split(head: Drafter, *, embedding: bool = True, lm_head: bool = False) -> Pa
     stays = buffers | ({"embedding"} if not embedding else set())
     stays |= {"lm_head"} if not lm_head else set()
     trainable = {name: array for name, array in arrays.items() if name not in stays}
-    if not embedding:
+    if has_mask_row:
         trainable[MASK_ROW] = jnp.asarray(arrays["embedding"])[config.mask_token_id]
     frozen = {name: array for name, array in arrays.items() if name in stays}
     return Parts(trainable, frozen, (graphdef, treedef, names))
+
+
+def _with_tables(head: Drafter, target: Target) -> Drafter:
+    """Returns the same head with the target's tables where it has none, not copied."""
+    config, whole = head.config, nnx.clone(head)
+    if not config.own_embedding:
+        whole.embedding = nnx.Param(target.embedding[...])
+    if not config.own_lm_head:
+        whole.lm_head = nnx.Param(target.head)
+    whole.config = dataclasses.replace(config, own_embedding=True, own_lm_head=True)
+    return whole

@@ -146,6 +146,7 @@ def main() -> None:
         "arguments": memory.argument_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,  # outputs that lie where arguments did
         "temporaries": memory.temp_size_in_bytes,
+        "kernels": compiled.as_text().count('custom_call_target="mosaic_gpu'),  # Pallas
     }
     print(json.dumps(report))
 

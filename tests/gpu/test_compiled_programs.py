@@ -1,17 +1,10 @@
 """What the compilers for CPU, H200 and B200 say of programs at the sizes of real models."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from processes import compiled
 
-COMPILER = ROOT / ".cache" / "cuda"
 # All experts of a layer, unpacked: 3 weights of 2880 x 2880 for each of 32.
 GPT_OSS_WEIGHTS = 32 * 3 * 2880 * 2880
 QWEN3_EXPERT = 3 * 2048 * 768
@@ -23,28 +16,13 @@ def slow(device: str) -> Any:
     return pytest.param(device, marks=pytest.mark.slow)
 
 
-def compiled(device: str, *program: str) -> dict[str, int]:
-    """Returns the compiler's report, made in a process of its own."""
-    found = COMPILER.is_dir() or importlib.util.find_spec("jax_cuda13_plugin")
-    if device != "cpu" and not found:
-        pytest.skip("JAX's CUDA plugin and ptxas are not there: make compiler")
-    path = os.pathsep.join([str(COMPILER), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "programs.py"), device, *program],
-        env={**os.environ, "PYTHONPATH": path, "XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def generated(device: str, name: str, *sizes: str) -> dict[str, int]:
     """Returns the report on a generation, whose arguments are what the plan says, and no copies."""
     report = compiled(device, "generation", name, *sizes)
     kept = report["weights"] + report["caches"]
     assert kept < report["arguments"] < 1.01 * kept + 2**20
     assert report["aliased"] == report["caches"]  # they stay in their place
+    assert (report["kernels"] > 0) == (device != "cpu")
     return report
 
 

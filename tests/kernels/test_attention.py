@@ -1,49 +1,17 @@
 """Attention against a float64 reference that loops over heads and rows."""
 
+import functools
 import importlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_reference import reference, ring
 
 from peagle_jax.kernels import attention
 from peagle_jax.kernels.attention import block_rows
 from peagle_jax.models.cache import ring_positions
-
-
-def reference(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    positions: np.ndarray,
-    window: int | None,
-    sinks: np.ndarray | None = None,
-) -> np.ndarray:
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    batch, length, heads, head_dim = q.shape
-    group = heads // k.shape[1]
-    out = np.zeros_like(q)
-    for b in range(batch):
-        for t in range(length):
-            stop = positions[b, t] + 1
-            start = 0 if window is None else max(0, stop - window)
-            for n in range(heads):
-                keys, values = k[b, n // group, start:stop], v[b, n // group, start:stop]
-                scores = keys @ q[b, t, n] / np.sqrt(head_dim)
-                sink = -np.inf if sinks is None else sinks[n]
-                highest = max(scores.max(), sink)
-                weights = np.exp(scores - highest)
-                out[b, t, n] = weights @ values / (weights.sum() + np.exp(sink - highest))
-    return out
-
-
-def ring(rows: np.ndarray, newest: np.ndarray, slots: int) -> np.ndarray:
-    """Keeps the last positions of `[B, N_kv, S, D]` up to `newest`, each in slot p % slots."""
-    kept = np.full((*rows.shape[:2], slots, rows.shape[3]), 1e4, np.float32)  # finite junk
-    for b, last in enumerate(newest):
-        for position in range(max(0, last - slots + 1), last + 1):
-            kept[b, :, position % slots] = rows[b, :, position]
-    return kept
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
@@ -109,3 +77,47 @@ def test_blocks_keep_the_scores_small() -> None:
     assert block_rows(1024, 9 * 1024) == 1024
     assert block_rows(30, 1 << 24) == 2  # the largest power of two that divides it
     assert block_rows(7, 1 << 30) == 1
+
+
+def custom_calls(platform: str, head_dim: int, dtype: str, implementation: str | None) -> int:
+    """Counts Pallas kernels in a program that is lowered for a platform."""
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+        return attention(q, k, v, positions, jnp.arange(64), implementation=implementation)
+
+    shapes = (1, 4, 2, head_dim), *[(1, 1, 64, head_dim)] * 2
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes]
+    positions = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    lowered = jax.jit(call).trace(*arrays, positions).lower(lowering_platforms=(platform,))
+    return lowered.as_text().count("custom_call @mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("platform", "head_dim", "dtype", "implementation", "kernels"),
+    [
+        ("cuda", 64, "bfloat16", None, 1),
+        ("cuda", 128, "float16", "auto", 1),
+        ("cuda", 128, "bfloat16", "xla", 0),
+        ("cuda", 128, "float32", "auto", 0),
+        ("cuda", 256, "bfloat16", "auto", 0),
+        ("cpu", 64, "bfloat16", None, 0),
+    ],
+)
+def test_the_choice(
+    platform: str, head_dim: int, dtype: str, implementation: str | None, kernels: int
+) -> None:
+    assert custom_calls(platform, head_dim, dtype, implementation) == kernels
+
+
+@pytest.mark.parametrize("length", [5, 70])
+def test_both_kernels_by_the_entry_point(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among rows whose positions do not begin at 0. (Why one warpgroup: test_prefill_attention.)"""
+    module = importlib.import_module("peagle_jax.kernels.prefill_attention")
+    monkeypatch.setattr(module, "WARPGROUPS", 1)
+    rng = np.random.default_rng(0)
+    shapes = (2, length, 2, 16), *[(2, 1, length, 16)] * 2
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    positions = np.broadcast_to(np.arange(length), (2, length))
+    call = functools.partial(attention, window=4, own=True, implementation="pallas")
+    out = jax.jit(call)(*map(jnp.asarray, (q, k, v, positions + 3, positions + 3)))
+    np.testing.assert_allclose(out, reference(q, k, v, positions, 4), atol=1e-5)

@@ -51,14 +51,9 @@ def test_a_step_changes_what_trains_and_nothing_else(embedding: bool, lm_head: b
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"mask_token_id": None}, "no mask slots"),
-        ({"own_embedding": False}, "of its own"),
-        ({"own_lm_head": False, "draft_vocab_size": 96}, "of its own"),
-    ],
+    "changes", [{"own_embedding": False}, {"own_lm_head": False, "draft_vocab_size": 96}]
 )
-def test_heads_that_cannot_train(changes: dict[str, Any], said: str) -> None:
+def test_a_head_that_shares_a_table_needs_its_target(changes: dict[str, Any]) -> None:
     config = dataclasses.replace(DRAFTER, **changes)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match="needs its target"):
         split(Drafter(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
