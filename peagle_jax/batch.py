@@ -14,6 +14,7 @@ import numpy as np
 from peagle_jax.config import DrafterConfig, TargetConfig
 from peagle_jax.decoding import (
     Generation,
+    NoDraft,
     Penalties,
     Prefix,
     Proposer,
@@ -225,17 +226,20 @@ class Batch:
     def keep(self, rows: Sequence[int]) -> None:
         """Drops all rows but these, the others' memory and time with them.
 
+        Only a batch without a drafter can do so: drafters keep what has no row of its own.
+
         Args:
           rows: rows of `generation`, whose number is rounded up to a power of two; the row that
             fills it up must be done.
         """
-        assert self.state is not None
+        assert self.state is not None and isinstance(self._proposer, NoDraft)
         size = _power_of_two(len(rows))
         filling = [] if size == len(rows) else [int(np.argmax(self.generation.done))]
         kept = jnp.asarray([*rows, *filling * (size - len(rows))], jnp.int32)
         target, proposer, request = self.models
         request, self.state = _take_rows((request, self.state), kept)
         self.models = (target, proposer, request)
+        self.prompts = [self.prompts[row] for row in rows]
         self.generation = jax.device_get(self.state.generation)
 
     def _caches(self) -> tuple[KVCache, Any]:

@@ -53,6 +53,11 @@ def abstract_parameters(
     return dict(_named(_abstract_module(module, config, dtype or jnp.dtype("float32"))))
 
 
+def arrays_of(module: Target | Drafter) -> dict[str, jax.Array]:
+    """Returns a module's arrays by name, as `save` takes them."""
+    return dict(_named(module))
+
+
 def weight_count(name: str, array: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Returns how many weights an array holds, however they are packed.
 

@@ -5,14 +5,16 @@ its answers to prompts, and, where there are no prompts, its own guesses at what
 (sampled after the chat template's opening of a user's turn, as in Magpie, arXiv 2406.08464).
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
@@ -22,7 +24,9 @@ from peagle_jax.decoding import NoDraft
 from peagle_jax.load import LoadedTarget
 from peagle_jax.prompts import PromptError, Prompts, encode_prompts
 from peagle_jax.sampling_params import SamplingParams
-from peagle_jax.training.dataset import DataError, Document, Recipe, Writer
+from peagle_jax.training.dataset import Document, Recipe, Writer
+from peagle_jax.training.folders import DataError, exclusive
+from peagle_jax.training.identity import identity
 
 # Rounds between two looks at which answers are done and need no place in the batch any more.
 ROUNDS_PER_LOOK = 16
@@ -68,17 +72,16 @@ def write_answers(
       sampling: how to answer; None is greedy. Its own seed is not used.
       max_new_tokens: tokens of an answer at most.
       batch_size: prompts that run together, a shard of the dataset.
-      seed: of sampled answers; an answer depends on it and on its prompt's place alone.
+      seed: of sampled answers; an answer depends on it and on its prompt's place alone, and is
+        what `generate` says with `seed_of(seed, place)`.
       progress: show a progress bar on standard error, if that is a terminal.
 
     Raises:
       PromptError: a prompt is empty, too long for the context, or not text.
-      DataError: the folder holds something else, or the disk is full.
+      DataError: the folder holds something else, another run writes to it, or the disk is full.
+      ValueError: another argument is out of range.
     """
-    params = sampling or SamplingParams()
-    params.check_for(target.config.vocab_size, target.config.eos_token_ids)
-    if params.stop:
-        raise ValueError("stop strings would end answers that the target would go on with")
+    params = _checked(target, sampling or SamplingParams(), max_new_tokens, batch_size)
     encoded = encode_prompts(prompts, target.tokenizer, target.config.vocab_size)
     context = target.config.max_position_embeddings
     for index, ids in enumerate(encoded):
@@ -88,30 +91,30 @@ def write_answers(
     parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     settings = {
         "command": "generate",
-        "target": _fingerprint(dataclasses.asdict(target.config)),
+        "target": _fingerprint(identity(target.weights)),
         "prompts": _fingerprint(encoded),
         "sampling": {**dataclasses.asdict(params), "seed": seed},
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
     }
-    recipe = Recipe(target.config.vocab_size, len(parts), json.loads(json.dumps(settings)))
-    writer = Writer(folder, recipe)
-    todo = writer.missing()
-    prefix = _shared_prefix(target, encoded) if todo else None
-    tokens = documents = 0
-    started = time.perf_counter()
-    done = len(order) - sum(len(parts[index]) for index in todo)
-    with _bar(len(order), done, "answer", progress) as bar:
-        for index in todo:
-            part = parts[index]
-            seeded = [dataclasses.replace(params, seed=_seed(seed, i)) for i in part]
-            asked = [encoded[i] for i in part]
-            answers = answer(target, asked, seeded, max_new_tokens, prefix)
-            writer.write(index, [_document(*pair) for pair in zip(asked, answers, strict=True)])
-            documents += len(part)
-            tokens += sum(map(len, answers))
-            bar.update(len(part))
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s")
+    writer = Writer(folder, Recipe(target.config.vocab_size, len(parts), settings))
+    with exclusive(writer.folder):
+        todo = writer.missing()
+        prefix = _shared_prefix(target, encoded) if todo else None
+        tokens = documents = 0
+        started = time.perf_counter()
+        done = len(order) - sum(len(parts[index]) for index in todo)
+        with _bar(len(order), done, "answer", progress) as bar:
+            for index in todo:
+                part = parts[index]
+                seeded = [dataclasses.replace(params, seed=seed_of(seed, i)) for i in part]
+                asked = [encoded[i] for i in part]
+                answers = answer(target, asked, seeded, max_new_tokens, prefix)
+                writer.write(index, [_document(*pair) for pair in zip(asked, answers, strict=True)])
+                documents += len(part)
+                tokens += sum(map(len, answers))
+                bar.update(len(part))
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s")
     return Written(documents, tokens, time.perf_counter() - started)
 
 
@@ -129,8 +132,8 @@ def write_prompts(
 ) -> Written:
     """Lets the target write what a user would ask, as JSON lines of chat messages.
 
-    A prompt that does not end by itself, or that is there already, is not kept. An interrupted run
-    goes on where it was.
+    A prompt that does not end by itself, or that is there already, is not kept. A run that is
+    started again goes on where it was, or with a larger `count` where it ended.
 
     Args:
       target: a chat model.
@@ -151,35 +154,38 @@ def write_prompts(
     ids, end = _user_turn(target, opening)
     params = sampling or SamplingParams(temperature=1.0)
     params = dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, end))
-    params.check_for(target.config.vocab_size, target.config.eos_token_ids)
-    settings = ids, end, dataclasses.asdict(params), max_new_tokens, batch_size, seed
+    params = _checked(target, params, max_new_tokens, batch_size)
+    if len(ids) >= target.config.max_position_embeddings:
+        raise PromptError(f"an opening of {len(ids)} tokens leaves no room in the target's context")
+    settings = identity(target.weights), ids, end, dataclasses.asdict(params), max_new_tokens, seed
     name = f"self-{_fingerprint(settings)[:8]}"
-    rows = list(_rows_of(path, name))
-    seen = {row["messages"][0]["content"] for row in rows}
-    begin = 0
-    if rows:
-        begin = (int(rows[-1]["id"].rpartition("-")[2]) // batch_size + 1) * batch_size
-    prefix = _shared_prefix(target, [ids])
     tokens = documents = 0
     started = time.perf_counter()
-    with _bar(count, min(begin, count), "prompt", progress) as bar:
-        for first in range(begin, count, batch_size):
-            part = range(first, min(first + batch_size, count))
-            seeded = [dataclasses.replace(params, seed=_seed(seed, i)) for i in part]
-            turns = answer(target, [ids] * len(part), seeded, max_new_tokens, prefix)
-            lines = []
-            for index, turn in zip(part, turns, strict=True):
-                tokens += len(turn)
-                text = (opening + target.tokenizer.decode(turn[:-1])).strip()
-                if turn[-1] == end and text and text not in seen:
-                    seen.add(text)
-                    messages = [{"role": "user", "content": text}]
-                    row = {"id": f"{name}-{index}", "messages": messages}
-                    lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-            _append(path, lines)
-            documents += len(lines)
-            bar.update(len(part))
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s")
+    with _appending(path) as file:
+        rows = list(_rows_of(file, path, name))
+        file.truncate(rows[-1][1] if rows else 0)
+        # The last batch that is there may not be whole, so it is asked for again.
+        begin = rows[-1][0] // batch_size * batch_size if rows else 0
+        seen = {text for _, _, text in rows}
+        prefix = _shared_prefix(target, [ids])
+        with _bar(count, min(begin, count), "prompt", progress) as bar:
+            for first in range(begin, count, batch_size):
+                part = range(first, min(first + batch_size, count))
+                seeded = [dataclasses.replace(params, seed=seed_of(seed, i)) for i in part]
+                turns = answer(target, [ids] * len(part), seeded, max_new_tokens, prefix)
+                for index, turn in zip(part, turns, strict=True):
+                    tokens += len(turn)
+                    text = (opening + target.tokenizer.decode(turn[:-1])).strip()
+                    if turn[-1] == end and text and text not in seen:
+                        seen.add(text)
+                        documents += 1
+                        messages = [{"role": "user", "content": text}]
+                        row = {"id": f"{name}-{index}", "messages": messages}
+                        file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+                bar.update(len(part))
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s")
     return Written(documents, tokens, time.perf_counter() - started)
 
 
@@ -251,40 +257,58 @@ def _user_turn(target: LoadedTarget, opening: str) -> tuple[list[int], int]:
     return ids, ends[0]
 
 
-def _rows_of(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file that an earlier run of the same settings wrote."""
-    if not path.exists():
-        return
-    text = path.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    for number, line in enumerate(whole.decode().splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            known = row["id"].startswith(f"{name}-")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            known = False
-        if not known:
-            raise DataError(
-                f"{path}, line {number}, is not of a run with these settings; name another file"
-            )
-        yield row
-    if len(whole) < len(text):  # a line that an interrupted run did not finish
-        os.truncate(path, len(whole))
+def _checked(
+    target: LoadedTarget, params: SamplingParams, max_new_tokens: int, batch_size: int
+) -> SamplingParams:
+    params.check_for(target.config.vocab_size, target.config.eos_token_ids)
+    if params.stop:
+        raise ValueError("stop strings would end texts that the target would go on with")
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    return params
 
 
-def _append(path: Path, lines: Sequence[str]) -> None:
+@contextlib.contextmanager
+def _appending(path: Path) -> Iterator[BinaryIO]:
+    """Yields a file to read and to append to, which no other run writes to."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
-            file.flush()
-            os.fsync(file.fileno())
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield file
+    except BlockingIOError:
+        raise DataError(
+            f"another run is writing to {path}: wait for it, or name another file"
+        ) from None
     except OSError as error:
         raise DataError(f"cannot write {path} ({error}); run again to go on from here") from error
 
 
-def _seed(seed: int, index: int) -> int:
-    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0])
+def _rows_of(file: BinaryIO, path: Path, name: str) -> Iterator[tuple[int, int, str]]:
+    """Yields place, end in the file and text of the prompts of an earlier run."""
+    file.seek(0)
+    end = 0
+    for number, line in enumerate(file, start=1):
+        if not line.endswith(b"\n"):
+            return  # an interrupted run did not finish it
+        end += len(line)
+        try:
+            row = json.loads(line)
+            own, place = row["id"].rsplit("-", 1)
+            text = row["messages"][0]["content"]
+        except (ValueError, LookupError, TypeError, AttributeError):
+            own = ""
+        if own != name:
+            raise DataError(
+                f"{path}, line {number}, is not of a run with these settings; name another file"
+            )
+        yield int(place), end, text
+
+
+def seed_of(seed: int, place: int) -> int:
+    """Returns the seed of one answer of a run, 64 bits."""
+    return int(np.random.SeedSequence([seed, place]).generate_state(1, np.uint64)[0])
 
 
 def _fingerprint(content: Any) -> str:

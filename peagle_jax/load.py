@@ -81,6 +81,19 @@ def load_target(source: Source, *, dtype: str | None = None) -> LoadedTarget:
     return LoadedTarget(config, Frozen.of(module), _tokenizer(path / "tokenizer"), path)
 
 
+def load_tokenizer(source: Source) -> tuple[TargetConfig, Any]:
+    """Returns a target's config and tokenizer (None where it has none), without its weights.
+
+    Args:
+      source: as for `load_target`.
+
+    Raises:
+      as `load_target`.
+    """
+    path = _native_path(source, "target")
+    return checkpoint.read_config(path, TargetConfig)[0], _tokenizer(path / "tokenizer")
+
+
 def load_drafter(
     source: Source,
     *,

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from peagle_jax import checkpoint
-from peagle_jax.config import ExpertWeights, MoEConfig, RopeConfig, TargetConfig
+from peagle_jax.config import DrafterConfig, ExpertWeights, MoEConfig, RopeConfig, TargetConfig
 
 # Memory of one GPU in bytes: the gigabytes of NVIDIA's data sheet, taken as 10^9 bytes. Drivers
 # report up to 7 % more (81,559 MiB for an H100 of "80 GB"); the CUDA context and the libraries'
@@ -318,3 +318,51 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise PresetError(f"{path} must hold a JSON object")
     return values
+
+
+def usual_drafter(
+    target: TargetConfig, num_layers: int, draft_vocab_size: int | None = None
+) -> DrafterConfig:
+    """Returns a P-EAGLE head of the published kind for a target.
+
+    It has the target's hidden size and attention heads, full attention, three boundaries, and an
+    embedding and an lm_head of its own. Its MLPs are dense: as wide as the target's, and 4H for
+    a target with experts. That makes 1.70 B weights for GPT-OSS with four layers; the cards of
+    `amazon/gpt-oss-120b-p-eagle` and `amazon/GPT-OSS-20B-P-EAGLE` say 1.7 B and 1.8 B.
+
+    Args:
+      target: architecture of the target.
+      num_layers: decoder blocks.
+      draft_vocab_size: rows of its lm_head; by default the whole vocabulary.
+    """
+    dense, last = target.moe is None, target.num_layers
+    boundaries = (min(2, last), last // 2, max(0, last - 3))  # EAGLE-3's choice
+    return DrafterConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size if dense else 4 * target.hidden_size,
+        num_layers=num_layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        max_position_embeddings=target.max_position_embeddings,
+        attention_bias=False,
+        attention_output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_windows=(None,) * num_layers,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=draft_vocab_size or target.vocab_size,
+        aux_boundaries=boundaries,
+        aux_source_convention="boundary",
+        mask_token_id=0,
+        num_depths=None,
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+        own_embedding=True,
+        own_lm_head=True,
+    )

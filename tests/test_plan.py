@@ -14,13 +14,14 @@ from peagle_jax.checkpoint import CheckpointError
 from peagle_jax.config import ConfigError, TargetConfig
 from peagle_jax.convert import ConvertError, to_native
 from peagle_jax.generate import check_pair, generate
-from peagle_jax.plan import MemoryPlan, ModelMemory, PlanError, plan_memory, usual_drafter
+from peagle_jax.plan import MemoryPlan, ModelMemory, PlanError, plan_memory
 from peagle_jax.presets import (
     DEVICES,
     TARGETS,
     PresetError,
     find_device,
     find_target,
+    usual_drafter,
     with_expert_weights,
 )
 

@@ -3,8 +3,10 @@
 import click
 
 from peagle_jax.cli.chat import chat
+from peagle_jax.cli.data import data
 from peagle_jax.cli.generate import generate
 from peagle_jax.cli.plan import plan
+from peagle_jax.cli.train import train
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -14,5 +16,7 @@ def main() -> None:
 
 
 main.add_command(chat)
+main.add_command(data)
 main.add_command(generate)
 main.add_command(plan)
+main.add_command(train)

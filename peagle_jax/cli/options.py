@@ -1,8 +1,9 @@
 """Options that commands share: models, drafting, sampling."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import click
@@ -93,7 +94,7 @@ _SAMPLING = (
         help="Never generate it. Repeatable.",
     ),
     click.option("--min-new-tokens", type=int, help="No EOS or stop token before. [default: 0]"),
-    click.option("--seed", type=int, help="Of the random numbers. [default: drawn]"),
+    click.option("--seed", type=int, help="Of the random numbers. [default: drawn; of `data`, 0]"),
     click.option("--stop", multiple=True, help="Text that ends the answer. Repeatable."),
     click.option("--include-stop-str-in-output", is_flag=True, help="Do not cut it off."),
     click.option(
@@ -166,6 +167,16 @@ def load_models(
         return model, None
     layers = model.config.num_layers
     return model, peagle_jax.load_drafter(drafter, dtype=dtype, target_layers=layers)
+
+
+@contextlib.contextmanager
+def user_errors(*more: type[Exception]) -> Iterator[None]:
+    """Shows errors that the user can mend, `ValueError` and others named, as one message."""
+    errors: tuple[type[Exception], ...] = (ValueError, *more)
+    try:
+        yield
+    except errors as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _with(options: tuple[Command, ...], command: Command) -> Command:

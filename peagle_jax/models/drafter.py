@@ -6,6 +6,9 @@ the mask token's embedding with one learned shared hidden state, `mask_hidden`, 
 width. An EAGLE-3 head is the same module without `mask_hidden`.
 """
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -102,6 +105,7 @@ class Drafter(nnx.Module):
         positions: jax.Array,
         attend: Attend,
         target: Target,
+        remat: bool = False,
     ) -> tuple[jax.Array, KVCache]:
         """Runs the decoder blocks.
 
@@ -111,6 +115,7 @@ class Drafter(nnx.Module):
           positions: `[B, T]` int32, the feature's position.
           attend: where keys and values are kept and read.
           target: whose embedding table a head without its own one shares.
+          remat: keep nothing of a block but its inputs for a backward pass (static).
 
         Returns:
           the residual stream `[B, T, H]` (give it to `logits`), and the keys and values.
@@ -120,10 +125,15 @@ class Drafter(nnx.Module):
         embedded = table[...][tokens]  # [B, T, H]
         rotation = rope_rotation(config.rope, config.head_dim, positions, embedded.dtype)
         first, *rest = self.layers
-        x, pair = first(embedded, hidden, rotation, attend)
+
+        def run(block: nnx.Module, *inputs: jax.Array) -> tuple[jax.Array, Any]:
+            call = functools.partial(block, rotation=rotation, attend=attend)
+            return (jax.checkpoint(call) if remat else call)(*inputs)
+
+        x, pair = run(first, embedded, hidden)
         kept = [pair]
         for block in rest:
-            x, pair = block(x, rotation, attend)
+            x, pair = run(block, x)
             kept.append(pair)
         return x, KVCache(*(tuple(arrays) for arrays in zip(*kept, strict=True)))
 

@@ -56,7 +56,7 @@ class Inputs:
     rows: Rows
 
     def forward(
-        self, head: Drafter, context: tuple[Rows, KVCache] | None = None
+        self, head: Drafter, context: tuple[Rows, KVCache] | None = None, remat: bool = False
     ) -> tuple[jax.Array, KVCache]:
         """Returns the residual streams `[T, H]` and the keys and values, of batch 1."""
         x, kept = head(
@@ -65,6 +65,7 @@ class Inputs:
             self.positions[None],
             among(self.rows, context),
             NO_TARGET,
+            remat,
         )
         return x[0], kept
 

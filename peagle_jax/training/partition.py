@@ -62,6 +62,7 @@ def gradients[Parameters](
     num_depths: int,
     partitions: int = 1,
     chunk: int = 256,
+    remat: bool = False,
 ) -> tuple[Metrics, Parameters]:
     """Returns one packed row's metrics and the gradient of its mean loss.
 
@@ -78,6 +79,7 @@ def gradients[Parameters](
       num_depths: K.
       partitions: P, segments that the mask slots are cut into.
       chunk: elements whose logits are in memory at a time.
+      remat: compute the head's blocks again in the backward pass.
     """
     length = row.tokens.shape[0]
     charged = supervised(elements, row.loss_mask)
@@ -90,7 +92,7 @@ def gradients[Parameters](
 
     def whole(parameters: Parameters) -> tuple[jax.Array, jax.Array]:
         head = build(parameters)
-        x, _ = flat_inputs(head, row, elements).forward(head)
+        x, _ = flat_inputs(head, row, elements).forward(head, remat=remat)
         return losses(head, x, elements, charged)
 
     if partitions == 1 or elements.anchors.shape[0] == length:
@@ -98,7 +100,7 @@ def gradients[Parameters](
     else:
         real, deep = elements[:length], elements[length:]
         total, hits, slopes = _accumulated(
-            build, parameters, row, real, deep, losses, charged, num_depths, partitions
+            build, parameters, row, real, deep, losses, charged, num_depths, partitions, remat
         )
     scale = 1 / (jnp.sum(charged) + EPSILON)
     slopes = jax.tree.map(lambda slope, p: (slope * scale).astype(p.dtype), slopes, parameters)
@@ -115,6 +117,7 @@ def _accumulated(
     charged: jax.Array,
     num_depths: int,
     partitions: int,
+    remat: bool,
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Returns the summed loss, hits `[n]` and float32 gradients, one segment after the other."""
     length, count = real.anchors.shape[0], deep.anchors.shape[0]
@@ -122,14 +125,14 @@ def _accumulated(
 
     def context(parameters: Any) -> tuple[tuple[jax.Array, KVCache], jax.Array]:
         head = build(parameters)
-        x, kept = real_inputs(head, row, real).forward(head)
+        x, kept = real_inputs(head, row, real).forward(head, remat=remat)
         total, hits = losses(head, x, real, charged[:length])
         return (total, kept), hits
 
     def segment(parameters: Any, kept: KVCache, part: Elements) -> tuple[jax.Array, jax.Array]:
         head = build(parameters)
         inputs = slot_inputs(head, row, part)
-        x, _ = inputs.forward(head, (rows, kept))
+        x, _ = inputs.forward(head, (rows, kept), remat)
         return losses(head, x, part, supervised(part, row.loss_mask))
 
     def add(sums: Any, part: Elements) -> tuple[Any, tuple[jax.Array, jax.Array]]:

@@ -43,13 +43,16 @@ def chains(document_ids: jax.Array, num_steps: int) -> Elements:
     return Elements(jnp.where(valid | (depths == 0), anchors, 0), depths, valid)
 
 
-def streams(head: Drafter, row: PackedRow, elements: Elements) -> list[jax.Array]:
+def streams(
+    head: Drafter, row: PackedRow, elements: Elements, remat: bool = False
+) -> list[jax.Array]:
     """Returns the residual streams `[S, H]` of each step (give them to `head.logits`).
 
     Args:
       head: an EAGLE-3 head.
       row: documents and features.
       elements: `chains` of the row.
+      remat: compute the head's blocks again in the backward pass.
     """
     length, count = row.tokens.shape[0], elements.anchors.shape[0]
     rows = Rows.of(elements, row.document_ids)
@@ -58,7 +61,7 @@ def streams(head: Drafter, row: PackedRow, elements: Elements) -> list[jax.Array
         end = begin + length
         step = elements[begin:end]
         inputs = Inputs(row.tokens[step.rows], hidden, step.rows, _cut(rows, begin, end))
-        x, kept = inputs.forward(head, context)
+        x, kept = inputs.forward(head, context, remat)
         before = kept if context is None else _joined(context[1], kept)
         hidden, context = head.fed_back(x), (_cut(rows, 0, end), before)
         out.append(x)
@@ -84,6 +87,7 @@ def gradients[Parameters](
     num_steps: int = 3,
     step_decay: float = 1.0,
     chunk: int = 256,
+    remat: bool = False,
 ) -> tuple[Metrics, Parameters]:
     """Returns one packed row's metrics and the gradient of its loss.
 
@@ -101,6 +105,7 @@ def gradients[Parameters](
       num_steps: K, which speculators calls ttt_steps.
       step_decay: which speculators calls ttt_step_loss_decay.
       chunk: elements whose logits are in memory at a time.
+      remat: compute the head's blocks again in the backward pass.
     """
     elements = chains(row.document_ids, num_steps)
     charged = supervised(elements, row.loss_mask)
@@ -111,7 +116,7 @@ def gradients[Parameters](
 
     def whole(parameters: Parameters) -> tuple[jax.Array, jax.Array]:
         head = build(parameters)
-        x = jnp.concatenate(streams(head, row, elements))  # [K * S, H]
+        x = jnp.concatenate(streams(head, row, elements, remat))  # [K * S, H]
         return summed_loss(head, x, weights, teacher, row.states, elements.rows, loss, chunk)
 
     (mean, hits), slopes = jax.value_and_grad(whole, has_aux=True)(parameters)

@@ -103,9 +103,14 @@ def test_gradients_equal_those_of_one_pass(name: str, counts: tuple[int, ...]) -
             np.testing.assert_allclose(slopes[key], slope, rtol=1e-5, atol=1e-5 * scale)
 
 
-@functools.partial(jax.jit, static_argnames="partitions")
+@functools.partial(jax.jit, static_argnames=("partitions", "remat"))
 def step(
-    parts: Parts, row: PackedRow, elements: Elements, teacher: TargetHead, partitions: int
+    parts: Parts,
+    row: PackedRow,
+    elements: Elements,
+    teacher: TargetHead,
+    partitions: int,
+    remat: bool = False,
 ) -> tuple[Metrics, dict[str, jax.Array]]:
     return gradients(
         parts.build,
@@ -117,6 +122,7 @@ def step(
         num_depths=DEPTHS,
         partitions=partitions,
         chunk=64,
+        remat=remat,
     )
 
 
@@ -133,13 +139,13 @@ def test_nothing_supervised_is_no_nan() -> None:
         assert all((slope == 0).all() for slope in slopes.values())
 
 
-def temporaries(length: int, partitions: int, sizes: dict[str, int]) -> int:
+def temporaries(length: int, partitions: int, sizes: dict[str, int], remat: bool = False) -> int:
     """Bytes that the compiled gradient needs beside arguments and results."""
     config = dataclasses.replace(DRAFTER, **sizes)
     head = Drafter(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
     row = packed_row(config, length, 0)
     elements = sample(jax.random.key(0), row.loss_mask, row.document_ids, CodConfig(DEPTHS))
-    lowered = step.lower(split(head), row, elements, target_head(config), partitions)
+    lowered = step.lower(split(head), row, elements, target_head(config), partitions, remat)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
@@ -149,3 +155,18 @@ def test_memory_falls_with_segments() -> None:
     each = [temporaries(256, p, sizes) for p in (1, 2, 8)]
     assert each == sorted(each, reverse=True)
     assert each[-1] < 0.5 * each[0]
+
+
+def test_remat_computes_the_same_with_less_memory() -> None:
+    config = HEADS["sliding"]
+    row, teacher = packed_row(config, LENGTH, 1), target_head(config)
+    parts = split(random_drafter(config).weights.merge(), lm_head=True)
+    elements = sample(jax.random.key(3), row.loss_mask, row.document_ids, CodConfig(DEPTHS))
+    (metrics, slopes), (again, others) = (
+        step(parts, row, elements, teacher, 3, remat) for remat in (False, True)
+    )
+    np.testing.assert_allclose(metrics.loss, again.loss, rtol=1e-6)
+    for key, slope in slopes.items():
+        np.testing.assert_allclose(others[key], slope, rtol=1e-4, atol=1e-5 * jnp.abs(slope).max())
+    sizes = {"hidden_size": 64, "intermediate_size": 512, "target_hidden_size": 64}
+    assert temporaries(256, 1, sizes, True) < 0.8 * temporaries(256, 1, sizes)
