@@ -284,9 +284,7 @@ def randoms(dtype: jnp.dtype, *shapes: tuple[int, ...]) -> list[jax.Array]:
     return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
 
 
-def wide(
-    q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def wide(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries, keys and values in float32."""
     return q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32)
 
