@@ -13,6 +13,7 @@ PROMPTS = [[5, 60, 33], list(range(20, 50)), [9], [8, 8], [70, 3, 1]]
 SEEDED = [SamplingParams(temperature=1.0, seed=n, logit_bias={n: 1.0}) for n in range(5)]
 
 
+@pytest.mark.slow
 def test_kept_rows_go_on() -> None:
     """In any order, filled up to a power of two by a row that is done; the prompts go with them."""
     kept = [4, 0, 2]

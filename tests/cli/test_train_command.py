@@ -108,6 +108,7 @@ def test_a_run(config: Path, target: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_features(config: Path, tmp_path: Path) -> None:
     """Written with the run's own configuration, they give the same run."""
     plain = ["train", "--config", config, "--generate-every", 0]

@@ -21,7 +21,7 @@ def test_a_step_compiles_with_the_kernels(device: str, method: str) -> None:
     report = compiled(device, method, "llama-3.1-8b", "2048", "1", script="training_step.py")
     assert report["kernels"] >= 3
     elements = 2048 * 4.16 if method == "p-eagle" else 2048 * 3
-    assert report["temporaries"] < elements * 32000 * 2 + report["results"]
+    assert report["temporaries"] - report["results"] < elements * 32000 * 4
 
 
 @pytest.mark.slow

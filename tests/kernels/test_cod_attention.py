@@ -141,6 +141,7 @@ def test_rows_that_see_nothing_give_zeros() -> None:
 
 
 # Shrinking a failure would take minutes.
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     st.sampled_from([1, 7, 40, 63]),

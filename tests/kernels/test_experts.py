@@ -70,6 +70,7 @@ def test_the_schedules_agree(num_rows: int, num_experts: int, k: int) -> None:
     np.testing.assert_allclose(blocks, pairs, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 50), st.integers(1, 12), st.data())
 def test_any_routes(num_rows: int, num_experts: int, data: st.DataObject) -> None:

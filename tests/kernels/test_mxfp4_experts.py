@@ -109,6 +109,7 @@ def test_unused_blocks_and_experts_are_not_touched() -> None:
     np.testing.assert_allclose(case(2)[:2], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     st.sampled_from([64, 128, 192]),

@@ -108,6 +108,7 @@ def test_a_pass_over_what_a_ring_held() -> None:
     check([70, 60], 70, 1, firsts=[3, 90], window=20)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_shape(data: st.DataObject) -> None:

@@ -271,6 +271,7 @@ def test_the_embedding_trains_where_it_is_told_to(embedding: bool | None) -> Non
     assert MASK_ROW not in trainable and "lm_head" not in trainable
 
 
+@pytest.mark.slow
 def test_bfloat16() -> None:
     """Parameters and features in bfloat16: gradients too, and near those of float32."""
     head, row, teacher = toy()
