@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import pytest
 from conftest import TARGET, random_target
 
 from peagle_jax import SamplingParams
