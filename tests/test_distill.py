@@ -48,7 +48,9 @@ def answers_of(folder: Path) -> dict[tuple[int, ...], list[int]]:
     return found
 
 
-@pytest.mark.parametrize(("sampling", "count"), [(None, 8), (SAMPLED, 4)])
+@pytest.mark.parametrize(
+    ("sampling", "count"), [(None, 8), pytest.param(SAMPLED, 4, marks=pytest.mark.slow)]
+)
 def test_answers_are_those_of_generate(
     target: LoadedTarget, tmp_path: Path, sampling: SamplingParams | None, count: int
 ) -> None:

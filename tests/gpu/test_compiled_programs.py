@@ -30,15 +30,15 @@ def generated(device: str, name: str, *sizes: str) -> dict[str, int]:
 USUAL = ("1", "512", "3500", "3")
 
 
-@pytest.mark.parametrize("device", ["h200", *map(slow, ["cpu", "b200"])])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", BYTES)
 def test_mxfp4_stays_packed_in_the_whole_program(device: str) -> None:
     """GPT-OSS-20B's widths: no layer's experts are ever unpacked at once, nor all at decode."""
     report = generated(device, "gpt-oss-20b", *USUAL, "sampled")
     assert report["temporaries"] < GPT_OSS_WEIGHTS * BYTES[device] / 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", BYTES)
+@pytest.mark.parametrize("device", ["h200", *map(slow, ["cpu", "b200"])])
 def test_the_whole_program_of_plain_experts(device: str) -> None:
     """Qwen3-Coder-30B's widths."""
     report = generated(device, "qwen3-coder-30b-a3b", *USUAL)

@@ -103,6 +103,7 @@ def test_target_head_equals_speculators(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(logits, golden["targets"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_blocks_and_context_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention at once, in blocks of queries, and of deep rows over given keys."""
     length = 29

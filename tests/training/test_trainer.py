@@ -375,6 +375,7 @@ def test_accumulated_gradients_are_those_of_all_tokens(tmp_path: Path) -> None:
     assert norm == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_offline_features_give_the_same_run(tmp_path: Path, unbroken: Path) -> None:
     """Float32 bit for bit; bfloat16 nearly."""
     settings = settings_of(tmp_path / "run")
@@ -392,6 +393,7 @@ def test_offline_features_give_the_same_run(tmp_path: Path, unbroken: Path) -> N
     np.testing.assert_allclose(losses[0], losses[1], rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_bfloat16(tmp_path: Path, unbroken: Path) -> None:
     """Masters stay float32: the run follows the float32 one closely."""
     settings = settings_of(tmp_path / "run", dtype="bfloat16")
