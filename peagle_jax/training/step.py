@@ -149,6 +149,19 @@ def row_gradients(
     return metrics, jax.tree.map(lambda slope: slope * count, slopes)
 
 
+@functools.partial(jax.jit, static_argnames="settings")
+def row_metrics(
+    settings: TrainSettings,
+    parts: Parts,
+    trainable: Arrays,
+    row: PackedRow,
+    teacher: TargetHead,
+    key: jax.Array,
+) -> Metrics:
+    """Returns the metrics of `row_gradients` alone; what is not asked for is not computed."""
+    return row_gradients(settings, parts, trainable, row, teacher, key)[0]
+
+
 @jax.jit
 def add(sums: Any, more: Any) -> Any:
     """Adds up metrics and gradients of rows."""

@@ -40,6 +40,7 @@ from peagle_jax.training.step import (
     learning_rate,
     make_optimiser,
     row_gradients,
+    row_metrics,
 )
 from peagle_jax.training.trainable import Parts
 
@@ -227,7 +228,7 @@ def validate(
     for index in range(len(rows)):
         row = shifted(rows[index], *map(jnp.asarray, source(index)))
         drawn = jax.random.fold_in(key, index)
-        new, _ = row_gradients(settings, parts, state.trainable, row, materials.teacher, drawn)
+        new = row_metrics(settings, parts, state.trainable, row, materials.teacher, drawn)
         sums = new if sums is None else add(sums, new)
     return _report(jax.device_get(sums))
 
