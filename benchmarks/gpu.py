@@ -2,11 +2,12 @@
 
     python benchmarks/gpu.py --output benchmarks/results/gpu-h200.json
 
-Made for four minutes on an H200. It measures the card's own ceilings (copy bandwidth, bfloat16
-products), checks every kernel against the XLA reference in float32, times it against XLA's and
-cuDNN's attention, and then times rounds of the whole program on random weights of real shapes, of
-their first layers alone: plain, EAGLE-3 and P-EAGLE drafting, with scripted acceptance. `--tiny`
-runs all of it on a CPU with toy shapes, kernels in interpret mode: that tests this script alone.
+Meant for a few minutes on an H200, where it has not run yet. It measures the card's own ceilings
+(copy bandwidth, bfloat16 products), checks every kernel against the XLA reference in float32, times
+it against XLA's and cuDNN's attention, and then times rounds of the whole program on random weights
+of real shapes, of their first layers alone: plain, EAGLE-3 and P-EAGLE drafting, with scripted
+acceptance. `--tiny` runs all of it on a CPU with toy shapes, kernels in interpret mode: that tests
+this script alone.
 """
 
 import concurrent.futures

@@ -1,4 +1,6 @@
-"""Published targets and devices by name, so that sizes can be told without a checkpoint.
+"""Published targets and devices by name, and the usual head of a target.
+
+So sizes can be told without a checkpoint.
 
 The targets' values are those of config.json and generation_config.json on the Hugging Face hub; end
 tokens of Llama are those of the instruct models.

@@ -37,8 +37,8 @@ class TrainSettings:
       norm_before_fc: of the head.
       fc_norm: of the head.
       layers_from_target: start from the target's last blocks instead of drawn ones.
-      embedding: "train" it, train the "mask_row" alone, or leave it "frozen": then the saved head
-        shares its target's.
+      embedding: "train" it, train the "mask_row" alone (P-EAGLE), or leave it "frozen": then the
+        saved head shares its target's.
       train_lm_head: train the lm_head too; without, it stays the target's rows.
       ratio: part of its elements that a depth keeps of the one before (COD).
       ratio_floor: least part of the supervised rows that a depth keeps.
@@ -50,7 +50,7 @@ class TrainSettings:
       steps: optimiser steps.
       optimiser: "adamw", or "muon" for the matrices of the blocks and AdamW for the rest.
       learning_rate: at its highest.
-      warmup_steps: steps in which it rises from 0.
+      warmup_steps: steps in which it rises, evenly, to that.
       schedule: how it falls afterwards, to `final_learning_rate`.
       final_learning_rate: as a part of `learning_rate`.
       weight_decay: AdamW's, of matrices only.
