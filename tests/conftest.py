@@ -1,14 +1,17 @@
 """Tiny random models that several test modules share, and where the demo models lie."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import peagle_jax
+from peagle_jax import batch
 from peagle_jax.config import DrafterConfig, MoEConfig, RopeConfig, TargetConfig
 from peagle_jax.load import LoadedDrafter, LoadedTarget
 from peagle_jax.models import Drafter, Frozen, Target
@@ -165,6 +168,19 @@ def random_drafter(config: DrafterConfig = DRAFTER, seed: int = 1) -> LoadedDraf
     """Returns a head with random weights."""
     module = randomise(Drafter(config, dtype=jnp.float32, rngs=nnx.Rngs(0)), seed)
     return LoadedDrafter(config, Frozen.of(module), Path("random"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """Drops compiled programs once they hold half of the mappings that Linux gives a process.
+
+    Past all of them, 65530, LLVM ends the process.
+    """
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > 30_000:
+        batch._programs.clear()
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
