@@ -324,6 +324,21 @@ def test_what_is_known_to_fit_on_an_h200() -> None:
     assert not plan(TARGETS["llama-3.3-70b"], **options).fits
 
 
+@pytest.mark.parametrize("device", ["h200", "b200"])
+def test_a_long_context_fits(device: str) -> None:
+    """Of 32k; eight at a time of the small ones, one of GPT-OSS-120B."""
+    for name, batch in (("gpt-oss-20b", 8), ("qwen3-coder-30b-a3b", 8), ("gpt-oss-120b", 1)):
+        figures = plan(
+            TARGETS[name],
+            context=32768,
+            prompt_tokens=32000,
+            drafter_layers=4,
+            batch_size=batch,
+            device_bytes=DEVICES[device],
+        )
+        assert figures.fits, name
+
+
 def test_float32_takes_twice_as_much() -> None:
     half, full = (
         plan(TARGETS["qwen3-0.6b"], drafter_layers=1, dtype=dtype)

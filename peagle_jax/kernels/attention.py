@@ -51,14 +51,16 @@ def attention(
     What "auto" takes:
 
     - XLA on every platform but CUDA, so on CPU; for float32, which the tensor cores would round to
-      less; for head sizes other than 64 and 128; and for GPUs older than Hopper, where this
-      process has one.
+      less; for head sizes other than 64 and 128; and for GPUs that are neither Hoppers nor
+      data-centre Blackwells (9.x, 10.x), where this process has one.
     - Elsewhere the Pallas kernels: `verify_attention` for up to `VERIFIED_ROWS` rows of a sequence,
       `prefill_attention` for more. They are chosen when the program is lowered for CUDA, also
-      without a GPU at hand. They have no derivative.
+      without a GPU at hand. They have no derivative, and what holds them has none on any
+      platform: ask for "xla" where gradients are wanted.
 
-    "pallas" takes them always: in a process without a GPU in interpret mode, for tests, where
-    float32 is as exact as with XLA and any head size of a multiple of 32 bytes will do.
+    "pallas" takes them always: in a process without a GPU in interpret mode (also in programs that
+    are lowered for CUDA there), for tests, where float32 is as exact as with XLA and any head size
+    of a multiple of 32 bytes will do.
 
     Args:
       queries: `[B, T, N, D]`.

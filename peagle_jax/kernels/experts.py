@@ -53,8 +53,8 @@ def mix_experts(
       (`packed`). Every expert in use is read once, or by as many neighbours as it has blocks.
 
     "auto" takes the last where the program is lowered for CUDA and the GPUs that are there are
-    Hoppers or newer. "pallas" takes it on any platform and for any number of rows, on CPU in
-    interpret mode, for tests; "xla" never.
+    Hoppers or data-centre Blackwells. "pallas" takes it on any platform and for any number of rows,
+    on CPU in interpret mode, for tests; "xla" never.
 
     Args:
       rows: `[R, H]`.
@@ -67,7 +67,12 @@ def mix_experts(
 
     Returns:
       `[R, H]` in the dtype of `rows`.
+
+    Raises:
+      ValueError: "pallas" without `packed`.
     """
+    if implementation == "pallas" and packed is None:
+        raise ValueError("no kernel computes these experts: only MXFP4 weights have one")
     by_block = functools.partial(_by_block, num_experts=num_experts, expert=expert)
     by_pair = functools.partial(_by_pair, expert=expert)
 

@@ -37,6 +37,7 @@ class Seen:
       oldest: lowest position that any of the rows sees.
       first: no slot before this one is seen.
       end: nor this one or any after it.
+      turned: slots behind the newest row's are seen, so some between `first` and `end` may not be.
       slots: S (static).
       window: positions that a row sees, itself included, or None (static).
     """
@@ -46,6 +47,7 @@ class Seen:
     oldest: jax.Array
     first: jax.Array
     end: jax.Array
+    turned: jax.Array
     slots: int
     window: int | None
 
@@ -62,16 +64,27 @@ class Seen:
         """Returns what rows at positions `low` to `high` see of a circle up to `newest`."""
         top = newest - base
         oldest = jnp.maximum(0, low + 1 - window if window else 0)
-        turned = (top < slots - 1) & (oldest < base)  # older slots, behind the newest, are seen
+        turned = (top < slots - 1) & (oldest < base)
         first = jnp.where(turned, 0, jnp.maximum(oldest - base, 0))
         end = jnp.where(turned, slots, jnp.minimum(high - base + 1, slots))
-        return cls(base, top, oldest, first, end, slots, window)
+        return cls(base, top, oldest, first, end, turned, slots, window)
 
     def mask(self, slots: jax.Array, rows: jax.Array) -> jax.Array:
         """Returns which slots are seen by rows at these positions, elementwise."""
-        positions = self.base + slots - jnp.where(slots > self.top, self.slots, 0)
-        mask = (slots < self.end) & (positions >= self.oldest) & (positions <= rows)
+        positions = self._positions(slots)
+        mask = self.by_any(slots) & (positions <= rows)
         return mask & (positions > rows - self.window) if self.window else mask
+
+    def by_any(self, slots: jax.Array) -> jax.Array:
+        """Returns which slots are seen by any row, elementwise."""
+        return (slots < self.end) & (self._positions(slots) >= self.oldest)
+
+    def all_of(self, begin: jax.Array, block: int) -> jax.Array:
+        """Returns whether it is certain that each slot of a block is seen by some row."""
+        return ~self.turned & (begin >= self.first) & (begin + block <= self.end)
+
+    def _positions(self, slots: jax.Array) -> jax.Array:
+        return self.base + slots - jnp.where(slots > self.top, self.slots, 0)
 
 
 def split(seen: Seen, block: int, part: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
@@ -188,7 +201,7 @@ def attend(
         weights[...] = exps.astype(dtype)
         plgpu.barrier_wait(stream.values_here.at[stage])
         values = plgpu.load(stream.value_stages.at[stage], layout=right, optimized=False)
-        whole = (begin >= seen.first) & (begin + block <= seen.end)
+        whole = seen.all_of(begin, block)
         values = lax.cond(whole, lambda v: v, lambda v: cleared(v, begin), values)
         plgpu.commit_smem()  # weights are written, keys and values read
         plgpu.barrier_arrive(stream.stage_free.at[stage])
@@ -203,8 +216,7 @@ def attend(
 
     def cleared(values: jax.Array, begin: jax.Array) -> jax.Array:
         slots = begin + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=right)
-        inside = (slots >= seen.first) & (slots < seen.end)
-        return jnp.where(inside, values, jnp.zeros((), values.dtype))
+        return jnp.where(seen.by_any(slots), values, jnp.zeros((), values.dtype))
 
     empty = (
         filled((rows, head_dim), 0.0, acc_layout),

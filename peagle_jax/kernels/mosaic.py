@@ -16,9 +16,13 @@ Interpret = bool | plgpu.InterpretGPUParams
 
 
 def devices_serve() -> bool:
-    """Returns whether all GPUs of this process have TMA (Hopper or newer); True if it has none."""
+    """Returns whether all GPUs of this process are Hoppers or data-centre Blackwells (9.x, 10.x).
+
+    Older ones have no TMA, and consumer Blackwells (12.x) less shared memory than the kernels take.
+    True if the process has no GPU.
+    """
     gpus = (device for device in jax.local_devices() if device.platform == "gpu")
-    return all(float(getattr(gpu, "compute_capability", 0)) >= 9 for gpu in gpus)
+    return all(int(float(getattr(gpu, "compute_capability", 0))) in (9, 10) for gpu in gpus)
 
 
 def swizzled(width: int, dtype: jnp.dtype) -> Transforms:

@@ -20,10 +20,10 @@ instruction that Hopper and Blackwell share, reaches somewhat more than half of 
 on Hopper and less of that of `tcgen05` on Blackwell, and the weights' way through shared memory
 costs some more. A body for each of the two would remove that; nothing here has been timed on a GPU.
 
-cuDNN's attention (`jax.nn.dot_product_attention(implementation="cudnn")`: causal, lengths, windows)
-has those bodies, and could take the first pass of models without sinks. It is not used: it has no
-sinks and no circle of slots, so this kernel stays needed for GPT-OSS and for every pass after the
-first; programs could only be compiled where the cuDNN wheel is, and nothing of it runs on a CPU.
+cuDNN's attention (`jax.nn.dot_product_attention(implementation="cudnn")`) has those bodies, and
+could take the first pass of models without sinks. It is not used yet: whether it wins is not
+decided until `benchmarks/gpu.py`, which times it beside this kernel, has run on a card. It has
+neither sinks nor a circle of slots, so GPT-OSS and every later pass would need this kernel anyway.
 """
 
 import jax

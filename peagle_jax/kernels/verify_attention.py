@@ -87,7 +87,7 @@ def verify_attention(
     folded = jnp.pad(folded, ((0, 0), (0, 0), (0, 0), (0, height - live), (0, 0)))
 
     if parts is None:
-        wanted = -(-INSTANCES // (batch * kv_heads * tiles))
+        wanted = INSTANCES // (batch * kv_heads * tiles)  # rounded down: no second wave of few
         parts = max(1, min(wanted, slots // SHORTEST_PART))
 
     def kernel(

@@ -50,11 +50,14 @@ class KVCache:
           dtype: of keys and values.
           block: rows that are written at a time at most, after the prefill. A ring has as many
             slots more than its window, so that rejected rows never lie where a visible one
-            belongs.
+            belongs; and then some, to a multiple of 8, else GPU kernels would have to copy it.
         """
 
         def arrays() -> tuple[jax.Array, ...]:
-            slots = (capacity if w is None else min(w + block - 1, capacity) for w in windows)
+            slots = (
+                capacity if w is None else min(-(-(w + block - 1) // 8) * 8, capacity)
+                for w in windows
+            )
             shapes = ((batch, config.num_kv_heads, s, config.head_dim) for s in slots)
             return tuple(jnp.zeros(shape, dtype) for shape in shapes)
 

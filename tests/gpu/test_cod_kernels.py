@@ -9,7 +9,7 @@ SLOW = ("cod-qwen3-window", "cod-gpt-oss", "cod-gpt-oss-window", "cod-odd")
 
 
 @pytest.mark.parametrize("names", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("device", ["h200", pytest.param("b200", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("device", ["h200", "b200"])
 def test_three_kernels_and_no_scores(device: str, names: tuple[str, ...]) -> None:
     """Training takes them, nothing is spilled, and no mask `[n, n]` nor anything of XLA's is kept.
 

@@ -36,13 +36,15 @@ def test_mxfp4_stays_packed_in_the_whole_program(device: str) -> None:
     """GPT-OSS-20B's widths: no layer's experts are ever unpacked at once, nor all at decode."""
     report = generated(device, "gpt-oss-20b", *USUAL, "sampled")
     assert report["temporaries"] < GPT_OSS_WEIGHTS * BYTES[device] / 8
+    assert device == "cpu" or report["estimate"] > 0.85 * report["temporaries"]
 
 
-@pytest.mark.parametrize("device", ["h200", *map(slow, ["cpu", "b200"])])
+@pytest.mark.parametrize("device", ["h200", "b200", slow("cpu")])
 def test_the_whole_program_of_plain_experts(device: str) -> None:
     """Qwen3-Coder-30B's widths."""
     report = generated(device, "qwen3-coder-30b-a3b", *USUAL)
     assert report["temporaries"] < 128 * QWEN3_EXPERT * BYTES[device] / 4
+    assert device == "cpu" or report["estimate"] > 0.85 * report["temporaries"]
 
 
 @pytest.mark.slow

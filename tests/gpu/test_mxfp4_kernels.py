@@ -10,7 +10,7 @@ SLOW = ("down-120b", "gate-up-16", "gate-up-32", "gate-up-float32", "down-32-flo
 
 
 @pytest.mark.parametrize("names", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("device", ["h200", pytest.param("b200", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("device", ["h200", "b200"])
 def test_no_register_is_spilled(device: str, names: tuple[str, ...]) -> None:
     """With blocks of 8 rows three instances fit on a multiprocessor."""
     for name, report in compiled(device, *names, script="mxfp4_and_cod_kernels.py").items():

@@ -1,10 +1,12 @@
 """The whole generation program with the Pallas kernels in interpret mode, against XLA's attention.
 
 Prompts are read in two passes, one by the prefill's kernel without a cache, one beside it; the
-rounds are the verification's kernel's: target and drafter, rings that turn, and sinks.
+rounds are the verification's kernel's: target and drafter, rings that turn, and sinks; and experts
+in MXFP4 are their kernel's.
 """
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +19,9 @@ from conftest import DRAFTER, FAMILIES, random_drafter, random_target
 
 from peagle_jax.config import DecoderConfig, TargetConfig
 from peagle_jax.decoding import ParallelDraft, Request, generate_tokens, reading
+from peagle_jax.kernels import mix_experts
 from peagle_jax.models import KVCache
+from peagle_jax.models import moe as mixtures
 
 entry = importlib.import_module("peagle_jax.kernels.attention")
 prefill = importlib.import_module("peagle_jax.kernels.prefill_attention")
@@ -43,7 +47,12 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def generated(target: TargetConfig, windows: tuple[int | None, ...]) -> tuple[np.ndarray, int]:
     """Returns the new tokens and the number of rounds."""
     loaded = random_target(target, seed=3)
-    config = dataclasses.replace(DRAFTER, sliding_windows=windows, aux_boundaries=(0, 1, 2))
+    config = dataclasses.replace(
+        DRAFTER,
+        sliding_windows=windows,
+        aux_boundaries=(0, 1, 2),
+        target_hidden_size=target.hidden_size,
+    )
     head = random_drafter(config)
     batch = len(PROMPTS)
     tokens = np.zeros((batch, CAPACITY), np.int32)
@@ -74,10 +83,22 @@ def generated(target: TargetConfig, windows: tuple[int | None, ...]) -> tuple[np
     return np.take_along_axis(np.asarray(generation.tokens), at, axis=1), int(generation.rounds)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("llama", marks=pytest.mark.slow)])
-def test_tokens_are_those_of_xla(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def slow(*values: Any) -> Any:
+    """Returns a parameter of tests, marked."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("family", "moe"), [("gpt_oss", False), slow("gpt_oss", True), slow("llama", False)]
+)
+def test_tokens_are_those_of_xla(family: str, moe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     windows = (8, None) if family == "gpt_oss" else (None, None)
-    target = dataclasses.replace(FAMILIES[family], num_layers=2, sliding_windows=windows, moe=None)
+    config = FAMILIES[family]
+    target = dataclasses.replace(config, num_layers=2, sliding_windows=windows, moe=None)
+    if moe:  # at widths that their kernel takes
+        assert config.moe is not None
+        experts = dataclasses.replace(config.moe, layers=(True,) * 2, intermediate_size=64)
+        target = dataclasses.replace(target, hidden_size=64, moe=experts)
     kernel, calls = entry._by_kernel, []
 
     def counted(window: int | None, interpret: bool, queries: jax.Array, *rest: Any) -> jax.Array:
@@ -88,6 +109,8 @@ def test_tokens_are_those_of_xla(family: str, monkeypatch: pytest.MonkeyPatch) -
     results = []
     for implementation in ("xla", "pallas"):
         monkeypatch.setattr(entry, "IMPLEMENTATION", implementation)
+        by = functools.partial(mix_experts, implementation=implementation)
+        monkeypatch.setattr(mixtures, "mix_experts", by)
         generate_tokens.clear_cache()
         results.append(generated(target, windows[::-1]))
     (expected, rounds), (tokens, pallas_rounds) = results

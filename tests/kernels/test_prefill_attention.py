@@ -62,7 +62,8 @@ def check(
     base = first - before if slots is None else np.zeros(batch, int)
     kept = np.full((2, batch, 1, slots or before + length, head_dim), np.nan, q.dtype)
     for b in range(batch):
-        for position in range(max(base[b], 0), first[b] + count[b]):
+        oldest = 0 if window is None else first[b] + 1 - window
+        for position in range(max(base[b], oldest, 0), first[b] + count[b]):
             kept[0, b, :, position - base[b]] = k[b, :, position]
             kept[1, b, :, position - base[b]] = v[b, :, position]
     call = functools.partial(prefill_attention, window=window, interpret=interpret)
@@ -85,7 +86,13 @@ def one_warpgroup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("group", "head_dim", "dtype", "sinks"),
-    [(1, 128, "bfloat16", None), (3, 64, "bfloat16", 1.0), (2, 64, "float32", 30.0)],
+    [
+        (3, 64, "bfloat16", 1.0),  # SmolLM
+        (4, 128, "bfloat16", None),  # Llama-3 8B
+        (5, 128, "float32", None),  # Qwen3 14B
+        (8, 64, "bfloat16", 30.0),  # GPT-OSS
+        (2, 64, "float32", 30.0),
+    ],
 )
 def test_prompts(group: int, head_dim: int, dtype: str, sinks: float | None) -> None:
     """Lengths from nothing to all rows, which are no multiple of a tile or of 8."""
@@ -122,7 +129,7 @@ def test_any_shape(data: st.DataObject) -> None:
     check(
         each(length),
         length,
-        data.draw(st.integers(1, 3), "group"),
+        data.draw(st.integers(1, 8), "group"),
         data.draw(st.sampled_from([16, 64]), "head size"),
         firsts=each(60) if cached else None,
         slots=200 if cached else None,

@@ -1,4 +1,4 @@
-"""The verification's kernel in GPU interpret mode; caches are NaN where nothing is held."""
+"""The verification's kernel in GPU interpret mode; caches are NaN where no row looks."""
 
 import functools
 from collections.abc import Sequence
@@ -47,6 +47,10 @@ def check(
     newest = positions[:, -1]
     base = np.where(newest < 0, -slots, newest // slots * slots)  # what slot 0 holds
     assert window is not None or max(base) <= 0
+    if window is not None:
+        for b, position in enumerate(first):  # what a ring still holds from before the window
+            k[b, :, : max(0, position + 1 - window)] = np.nan
+            v[b, :, : max(0, position + 1 - window)] = np.nan
     call = functools.partial(verify_attention, window=window, parts=parts, interpret=interpret)
     out = jax.jit(call)(
         *map(jnp.asarray, (q, *(ring(x, newest, slots, np.nan) for x in (k, v)))),
