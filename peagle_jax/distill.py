@@ -22,7 +22,7 @@ from tqdm import tqdm
 from peagle_jax.batch import Batch, PromptPrefix, read_prompt_prefix
 from peagle_jax.decoding import NoDraft
 from peagle_jax.load import LoadedTarget
-from peagle_jax.prompts import PromptError, Prompts, encode_prompts
+from peagle_jax.prompts import PromptError, Prompts, check_room, encode_prompts
 from peagle_jax.sampling_params import SamplingParams
 from peagle_jax.training.dataset import Document, Recipe, Writer
 from peagle_jax.training.folders import DataError, exclusive
@@ -83,10 +83,7 @@ def write_answers(
     """
     params = _checked(target, sampling or SamplingParams(), max_new_tokens, batch_size)
     encoded = encode_prompts(prompts, target.tokenizer, target.config.vocab_size)
-    context = target.config.max_position_embeddings
-    for index, ids in enumerate(encoded):
-        if len(ids) >= context:
-            raise PromptError(f"prompt {index}: {len(ids)} tokens, in a context of {context}")
+    check_room(encoded, target.config.max_position_embeddings)
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
     parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     settings = {

@@ -13,7 +13,7 @@ from peagle_jax.config import ConfigError, DrafterConfig, TargetConfig
 from peagle_jax.decoding import AutoregressiveDraft, NoDraft, ParallelDraft, Proposer
 from peagle_jax.load import LoadedDrafter, LoadedTarget, Source, load_drafter, load_target
 from peagle_jax.profile import draft_share
-from peagle_jax.prompts import Prompt, PromptError, Prompts, encode_prompts
+from peagle_jax.prompts import Prompt, Prompts, check_room, encode_prompts
 from peagle_jax.results import Completion, GenerationResult, Metrics, Piece
 from peagle_jax.sampling_params import SamplingParams
 
@@ -173,7 +173,7 @@ def prefill(
     """
     target, drafter = _load(target, drafter)
     ids = encode_prompts([prompt], target.tokenizer, target.config.vocab_size)[0]
-    _check_room(0, len(ids), target.config.max_position_embeddings)
+    check_room([ids], target.config.max_position_embeddings)
     proposer: Proposer = NoDraft()
     if drafter is not None:
         check_pair(target.config, drafter.config)
@@ -254,8 +254,7 @@ def _prepare(
         prompts, target.tokenizer, config.vocab_size, continued=prefix is not None
     )
     known = len(prefix.token_ids) if prefix else 0
-    for index, ids in enumerate(encoded):
-        _check_room(index, known + len(ids), config.max_position_embeddings)
+    check_room(encoded, config.max_position_embeddings, known)
     params = _params_of(sampling, len(encoded))
     for each in params:
         each.check_for(config.vocab_size, config.eos_token_ids)
@@ -314,14 +313,6 @@ def _proposer(
             f"{most} drafts per pass"
         )
     return make_proposer(drafter, drafts, drafting, draft_sampling)
-
-
-def _check_room(index: int, length: int, context: int) -> None:
-    if length >= context:
-        raise PromptError(
-            f"prompt {index}: {length} tokens leave no room in the target's context of {context}; "
-            f"shorten it to at most {context - 1}"
-        )
 
 
 def _check_at_least(name: str, value: Any, least: int) -> None:

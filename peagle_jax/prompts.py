@@ -50,6 +50,25 @@ def encode_prompts(
     return encoded
 
 
+def check_room(prompts: Sequence[Sequence[int]], context: int, known: int = 0) -> None:
+    """Checks that the context has room for at least one token after each prompt.
+
+    Args:
+      prompts: token ids.
+      context: tokens that a sequence may have.
+      known: tokens of a prefix before them.
+
+    Raises:
+      PromptError: naming the prompt by its index.
+    """
+    for index, ids in enumerate(prompts):
+        if known + len(ids) >= context:
+            raise PromptError(
+                f"prompt {index}: {known + len(ids)} tokens leave no room in the target's context "
+                f"of {context}; shorten it to at most {context - 1}"
+            )
+
+
 def _encode(prompt: Any, tokenizer: Any, vocab_size: int, continued: bool) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:

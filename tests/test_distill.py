@@ -120,7 +120,7 @@ def test_a_killed_run_is_completed(
     ("changes", "said"),
     [
         ({"prompts": [[1, 96]]}, "prompt 0: token id 96 is outside"),
-        ({"prompts": [[1] * 256]}, "prompt 0: 256 tokens, in a context of 256"),
+        ({"prompts": [[1] * 256]}, "prompt 0: 256 tokens leave no room"),
         ({"prompts": []}, "at least one prompt"),
         ({"sampling": SamplingParams(stop=["x"])}, "stop strings"),
         ({"sampling": SamplingParams(bad_token_ids=[96])}, "bad_token_ids"),

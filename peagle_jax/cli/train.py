@@ -12,7 +12,7 @@ from peagle_jax.cli.prompts_file import read_rows
 from peagle_jax.cli.settings import settings_options
 from peagle_jax.load import LoadedDrafter, LoadedTarget
 from peagle_jax.models import Drafter, Frozen
-from peagle_jax.prompts import Prompt, PromptError, encode_prompts
+from peagle_jax.prompts import Prompt, PromptError, check_room, encode_prompts
 from peagle_jax.training.prepare import find_mask_token, prepare
 from peagle_jax.training.settings import TrainSettings
 from peagle_jax.training.trainer import Measure, TrainingError, check_output
@@ -58,12 +58,10 @@ def _read_prompts(settings: TrainSettings) -> list[Prompt]:
 def _measure(settings: TrainSettings, target: LoadedTarget, prompts: Sequence[Prompt]) -> Measure:
     """Returns what measures the real acceptance length of a head, greedy, on the prompts."""
     encoded = encode_prompts(prompts, target.tokenizer, target.config.vocab_size)
-    longest, context = max(map(len, encoded)), target.config.max_position_embeddings
-    if longest >= context:
-        raise PromptError(
-            f"{settings.generate_prompts}: a prompt of {longest} tokens leaves no room in the "
-            f"target's context of {context}"
-        )
+    try:
+        check_room(encoded, target.config.max_position_embeddings)
+    except PromptError as error:
+        raise PromptError(f"{settings.generate_prompts}: {error}") from None
 
     def measure(head: Drafter) -> dict[str, Any]:
         out = peagle_jax.generate(

@@ -165,7 +165,7 @@ def test_ctrl_c(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (["--num-layers", "9", "--layers-from-target"], "layers_from_target: the target has"),
         (["--generate-prompts", "nothing"], "cannot read nothing"),
         (["--data", "wide"], "the data is for a vocabulary of 97 tokens, the target has 96"),
-        (["--generate-prompts", "long.jsonl"], "leaves no room in the target's context"),
+        (["--generate-prompts", "long.jsonl"], "leave no room in the target's context"),
         (["--generate-prompts", "own.jsonl"], "rows with settings of their own"),
     ],
 )
