@@ -94,5 +94,7 @@ def cache_programs(folder: Path) -> None:
 if __name__ == "__main__":
     if folder := os.environ.get("PROGRAMS"):
         cache_programs(Path(folder))
+        # Read alone: JAX writes in place, and who is killed meanwhile would leave half a program.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     given = dict(argument.split("=", 1) for argument in sys.argv[2:])
     run(Path(sys.argv[1]), **{name: json.loads(value) for name, value in given.items()})
