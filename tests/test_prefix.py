@@ -88,7 +88,7 @@ def _forget() -> None:
     read_prefix.clear_cache()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_prefix_changes_nothing(family: str) -> None:
     """Windows shorter and longer than the prefix, in target and drafter."""
     target, drafter = model(family), head(family)

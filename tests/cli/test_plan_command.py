@@ -64,7 +64,7 @@ def test_table() -> None:
     ]
     table = {line[:21].strip(): line[21:].split(maxsplit=2) for line in lines[4:13]}
     assert table["target weights"] == ["13,761,264,768", "12.82", "20,914,757,184 parameters"]
-    assert table["target KV cache"][2] == "24,576 B per token + 3,268,608 B per sequence"
+    assert table["target KV cache"][2] == "24,576 B per token + 3,342,336 B per sequence"
     assert table["drafter KV cache"][2] == "8,192 B per token"
     assert table["device"] == ["141,000,000,000", "131.32"]
     assert {"drafter weights", "prefill, in between", "round, in between", "peak"} < set(table)

@@ -253,7 +253,7 @@ def test_first_drafts_do_not_depend_on_how_many_follow(
     model = target.weights.merge()
     request = make_request(PROMPTS, [1] * 3)
     drafted = {}
-    for num_drafts in (1, 2, 5, 8):
+    for num_drafts in (1, 3, 8):
         proposer = parallel(drafter, num_drafts)
         drafted[num_drafts] = _drafts_after(model, proposer, request, [2, 1, 0])
     for num_drafts, drafts in drafted.items():
