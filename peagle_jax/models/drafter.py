@@ -70,7 +70,8 @@ class Drafter(nnx.Module):
         if config.own_embedding:
             self.embedding = parameter((config.vocab_size, hidden), dtype, rngs)
         if config.mask_token_id is not None:
-            self.mask_hidden = nnx.Param(jax.random.normal(rngs.params(), (features,), dtype))
+            drawn = jax.random.normal(rngs.params(), (features,))
+            self.mask_hidden = nnx.Param(drawn.astype(dtype))
         if config.norm_before_fc:
             self.input_norm = RMSNorm(features, eps, dtype)
         if config.fc_norm:
@@ -122,7 +123,8 @@ class Drafter(nnx.Module):
         """
         config = self.config
         table = self.embedding if config.own_embedding else target.embedding
-        embedded = table[...][tokens]  # [B, T, H]
+        # A table that trains is float32 (`training.step`), whatever the rest is.
+        embedded = table[...][tokens].astype(hidden.dtype)  # [B, T, H]
         rotation = rope_rotation(config.rope, config.head_dim, positions, embedded.dtype)
         first, *rest = self.layers
 

@@ -25,8 +25,11 @@ Attend = Callable[
 
 
 def parameter(shape: tuple[int, ...], dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Param:
-    """Returns a weight drawn from N(0, 0.02), the published models' initialisation."""
-    return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
+    """Returns a weight drawn from N(0, 0.02), the published models' initialisation.
+
+    It is drawn in float32: bfloat16 would give 128 different numbers, whose mean is not 0.
+    """
+    return nnx.Param((0.02 * jax.random.normal(rngs.params(), shape)).astype(dtype))
 
 
 class RMSNorm(nnx.Module):

@@ -227,7 +227,7 @@ def _manifest(
     return {
         "rows": len(rows),
         "row_tokens": rows.row_tokens,
-        "content": rows.fingerprint(),
+        "data and seed": rows.fingerprint(),
         "target": identity(target),
         "aux_boundaries": list(aux_boundaries),
         "dtype": dtype,

@@ -10,7 +10,7 @@ import numpy as np
 from peagle_jax.models import Frozen, Target
 
 # Numbers of each array that are looked at.
-SAMPLE = 64
+SAMPLE = 4096
 
 
 def identity(target: Frozen[Target]) -> dict[str, Any]:
@@ -27,10 +27,10 @@ def identity(target: Frozen[Target]) -> dict[str, Any]:
 
 @jax.jit
 def _some(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Returns the first numbers of the last rows of arrays; a slice copies nothing else."""
+    """Returns numbers from all over the arrays, at equal distances."""
 
     def some(array: jax.Array) -> jax.Array:
-        row = array[(-1,) * (array.ndim - 1)][:SAMPLE]
-        return row.astype(jnp.bfloat16) if jnp.issubdtype(row.dtype, jnp.floating) else row
+        few = array.reshape(-1)[:: max(1, array.size // SAMPLE)]
+        return few.astype(jnp.bfloat16) if jnp.issubdtype(few.dtype, jnp.floating) else few
 
     return [some(array) for array in arrays]

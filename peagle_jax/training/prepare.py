@@ -77,6 +77,11 @@ def prepare(
     dataset = Dataset.read(*settings.data)
     rows = _rows(dataset, settings, config)
     architecture = head_config(settings, config, mask_token_id)
+    token = architecture.mask_token_id
+    if token is not None and (dataset.input_ids == token).any():
+        raise SettingsError(
+            f"mask_token_id {token} occurs in the data; name a token that text never holds"
+        )
     source: Source = Online(rows, weights, architecture.aux_boundaries)
     if settings.features is not None:
         source = Stored(settings.features, rows, weights, architecture.aux_boundaries)
@@ -105,7 +110,8 @@ def prepare(
     if settings.embedding == "frozen":
         parts.trainable.pop(MASK_ROW, None)
     teacher = TargetHead.of(target, ids)
-    materials = Materials(rows, source, validation, teacher, _content(rows, weights, d2t))
+    content = _content(rows, weights, architecture, d2t)
+    materials = Materials(rows, source, validation, teacher, content)
     supervised = int(counts.sum())
     size = sum(x.size for x in parts.trainable.values())
     summary = Summary(
@@ -193,6 +199,12 @@ def _rows(dataset: Dataset, settings: TrainSettings, config: TargetConfig) -> Pa
             f"the data is for a vocabulary of {dataset.vocab_size} tokens, the target has "
             f"{config.vocab_size}"
         )
+    longest, context = int(np.diff(dataset.offsets).max()), config.max_position_embeddings
+    if longest > context:
+        raise DataError(
+            f"a document has {longest} tokens, more than the target's context of {context}: make "
+            f"the data with at most {context} tokens each"
+        )
     return PackedRows(dataset, settings.row_tokens, settings.seed)
 
 
@@ -203,6 +215,9 @@ def _in_dtype(parts: Parts, dtype: jnp.dtype) -> Parts:
     return dataclasses.replace(parts, frozen={k: cast(v) for k, v in parts.frozen.items()})
 
 
-def _content(rows: PackedRows, target: Frozen[Target], d2t: np.ndarray | None) -> str:
-    facts = rows.fingerprint(), identity(target), None if d2t is None else d2t.tolist()
+def _content(
+    rows: PackedRows, target: Frozen[Target], head: DrafterConfig, d2t: np.ndarray | None
+) -> str:
+    ids = None if d2t is None else d2t.tolist()
+    facts = rows.fingerprint(), identity(target), head.to_json(), ids
     return hashlib.sha256(repr(facts).encode()).hexdigest()

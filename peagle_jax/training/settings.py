@@ -53,7 +53,7 @@ class TrainSettings:
       warmup_steps: steps in which it rises, evenly, to that.
       schedule: how it falls afterwards, to `final_learning_rate`.
       final_learning_rate: as a part of `learning_rate`.
-      weight_decay: AdamW's, of matrices only.
+      weight_decay: of matrices only; with Muon, of those that it takes.
       beta1: AdamW's.
       beta2: AdamW's.
       clip_norm: largest norm of the gradient.

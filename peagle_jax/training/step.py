@@ -15,7 +15,7 @@ from peagle_jax.training.loss import LOSSES, TargetHead
 from peagle_jax.training.metrics import Metrics
 from peagle_jax.training.partition import gradients
 from peagle_jax.training.settings import TrainSettings
-from peagle_jax.training.trainable import Parts
+from peagle_jax.training.trainable import MASK_ROW, Parts
 
 Arrays = dict[str, jax.Array]
 
@@ -117,7 +117,11 @@ def row_gradients(
     dtype = jnp.dtype(settings.dtype)
 
     def build(masters: Arrays) -> Any:
-        return parts.build(jax.tree.map(lambda x: x.astype(dtype), masters))
+        # The gradients of thousands of slots add up in the mask token's row, one after the other;
+        # in bfloat16 most would be lost.
+        wide = ("embedding", MASK_ROW)
+        arrays = {name: x if name in wide else x.astype(dtype) for name, x in masters.items()}
+        return parts.build(arrays)
 
     row = dataclasses.replace(row, features=row.features.astype(dtype))
     if settings.method == "eagle-3":

@@ -37,7 +37,8 @@ class Parts:
         if MASK_ROW in arrays:
             module = nnx.merge(graphdef, treedef.unflatten(arrays[name] for name in names))
             row = module.config.mask_token_id
-            arrays["embedding"] = arrays["embedding"].at[row].set(arrays[MASK_ROW])
+            table = arrays["embedding"].astype(arrays[MASK_ROW].dtype)
+            arrays["embedding"] = table.at[row].set(arrays[MASK_ROW])
         return nnx.merge(graphdef, treedef.unflatten(arrays[name] for name in names))
 
 

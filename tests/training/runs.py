@@ -38,7 +38,7 @@ def make_data(folder: Path, seed: int = 0, documents: int = 16) -> Path:
     writer = Writer(folder, Recipe(TARGET.vocab_size, 1, {"seed": seed, "documents": documents}))
     for index in writer.missing():
         made = [
-            Document(rng.integers(0, MASK, n).astype(np.int32), np.arange(n) >= 3)
+            Document(rng.integers(0, MASK - 1, n).astype(np.int32), np.arange(n) >= 3)
             for n in rng.integers(6, 20, documents)
         ]
         writer.write(index, made)
@@ -65,9 +65,11 @@ def settings_of(output: Path, **changes: Any) -> TrainSettings:
     return TrainSettings(**{**values, **changes})
 
 
-def prepared(settings: TrainSettings, model: LoadedTarget | None = None) -> tuple[Parts, Materials]:
+def prepared(
+    settings: TrainSettings, model: LoadedTarget | None = None, mask: int = MASK
+) -> tuple[Parts, Materials]:
     model = model or target()
-    token = MASK if settings.method == "p-eagle" else None
+    token = mask if settings.method == "p-eagle" else None
     return prepare(settings, model.config, model.weights, token)[:2]
 
 

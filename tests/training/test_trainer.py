@@ -29,12 +29,14 @@ from peagle_jax.checkpoint import CheckpointError
 from peagle_jax.load import LoadedDrafter
 from peagle_jax.models import Drafter, Frozen
 from peagle_jax.training.checkpoints import Checkpoints
+from peagle_jax.training.dataset import Document, Recipe, Writer
 from peagle_jax.training.features import Online, write_features
 from peagle_jax.training.folders import DataError, exclusive
 from peagle_jax.training.log import Log
 from peagle_jax.training.settings import SettingsError
 from peagle_jax.training.step import TrainState, make_optimiser, row_gradients
-from peagle_jax.training.trainer import TrainingError, take_step, train
+from peagle_jax.training.trainable import MASK_ROW
+from peagle_jax.training.trainer import TrainingError, take_step, train, trained_head
 
 PROMPTS = [[5, 60, 33], list(range(20, 40))]
 
@@ -238,6 +240,19 @@ def test_other_data_and_another_target(half: Path) -> None:
     settings = settings_of(half)
     with pytest.raises(SettingsError, match="a run on other data or another target"):
         train(settings, *prepared(settings, runs.target(seed=1)))
+    with pytest.raises(SettingsError, match="a run on other data or another target"):
+        train(settings, *prepared(settings, mask=runs.MASK - 1))
+
+
+def test_data_that_does_not_fit(tmp_path: Path) -> None:
+    """A mask token that text holds, and documents past the target's context."""
+    settings = settings_of(tmp_path / "run")
+    with pytest.raises(SettingsError, match="mask_token_id 7 occurs in the data; name a token"):
+        prepared(settings, mask=7)
+    model = runs.target()
+    short = dataclasses.replace(model.config, max_position_embeddings=8)
+    with pytest.raises(DataError, match=r"a document has 19 tokens, more than .* context of 8"):
+        prepared(settings, dataclasses.replace(model, config=short))
 
 
 def test_a_damaged_state(half: Path) -> None:
@@ -391,6 +406,33 @@ def test_offline_features_give_the_same_run(tmp_path: Path, unbroken: Path) -> N
     ]
     assert losses[0] != losses[1]
     np.testing.assert_allclose(losses[0], losses[1], rtol=2e-2)
+
+
+@pytest.mark.parametrize("embedding", ["train", "mask_row"])
+def test_no_slot_is_lost_in_bfloat16(tmp_path: Path, embedding: str) -> None:
+    """The gradients of hundreds of slots add up in the mask token's row."""
+    rng = np.random.default_rng(0)
+    writer = Writer(tmp_path / "long", Recipe(runs.TARGET.vocab_size, 1, {}))
+    tokens = rng.integers(0, runs.MASK - 1, (2, 200)).astype(np.int32)
+    writer.write(0, [Document(one, np.arange(200) >= 3) for one in tokens])
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        settings = settings_of(
+            tmp_path / "run", data=(str(tmp_path / "long"),), row_tokens=400, num_depths=8,
+            embedding=embedding, dtype=dtype,
+        )  # fmt: skip
+        parts, materials = prepared(settings)
+        state = TrainState.start(parts.trainable, make_optimiser(settings))
+        row, key = materials.row(0), jax.random.key(1)
+        metrics, slopes = row_gradients(
+            settings, parts, state.trainable, row, materials.teacher, key
+        )
+        assert metrics.total[1:].sum() > 1000
+        table = slopes.get("embedding")
+        found.append(slopes[MASK_ROW] if table is None else table[runs.MASK])
+        trained_head(settings, parts, state, jnp.dtype(dtype))  # rounds the row into the table
+    exact, short = found
+    assert jnp.linalg.norm(short - exact) < 0.05 * jnp.linalg.norm(exact)
 
 
 @pytest.mark.slow
