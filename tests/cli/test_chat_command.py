@@ -189,7 +189,10 @@ def test_in_a_terminal(target: Path) -> None:
     options = ["--target", target, "--drafter", DRAFTER, "--max-new-tokens", 200, "-k", 2]
     with Terminal(*options) as terminal:
         terminal.read_until("> $")
-        terminal.type("w1 half a line\x03")
+        terminal.type("w1 half a line")
+        terminal.read_until("a line$")
+        time.sleep(0.3)  # Python notices Ctrl-C while it waits for a key, not while it shows one
+        terminal.type("\x03")
         terminal.read_until("> $")
         terminal.type("w7 w8\n")
         time.sleep(0.3)  # it is compiling now, for seconds
