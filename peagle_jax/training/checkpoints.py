@@ -18,7 +18,8 @@ from peagle_jax.checkpoint import CheckpointError
 from peagle_jax.training.settings import SettingsError, TrainSettings
 from peagle_jax.training.step import TrainState
 
-# Settings that may change when a run goes on; they do not enter what it computes.
+# Settings that may change when a run goes on; they do not enter what it computes (but features that
+# are stored in bfloat16 round it).
 FREE = {
     "data", "features", "target", "output", "validation", "save_every", "keep", "validate_every",
     "generate_every", "generate_prompts", "generate_tokens",

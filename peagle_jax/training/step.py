@@ -118,7 +118,7 @@ def row_gradients(
 
     def build(masters: Arrays) -> Any:
         # The gradients of thousands of slots add up in the mask token's row, one after the other;
-        # in bfloat16 most would be lost.
+        # in bfloat16 much would be lost.
         wide = ("embedding", MASK_ROW)
         arrays = {name: x if name in wide else x.astype(dtype) for name, x in masters.items()}
         return parts.build(arrays)

@@ -6,8 +6,9 @@
     OUTPUT/head/               the trained head, a native checkpoint
 
 A run that is interrupted, however hard, goes on from its last checkpoint, and computes what it
-would have computed without the interruption, bit for bit: on a CPU, and on a GPU where XLA is told
-to compute the same thing twice (`XLA_FLAGS=--xla_gpu_deterministic_ops=true`).
+would have computed without the interruption, bit for bit: on a CPU; on a GPU XLA has no fixed order
+of adding up an embedding's gradient, unless `--xla_gpu_deterministic_ops=true` gives it one (not
+tried).
 """
 
 import dataclasses

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from attention_reference import reference, ring
 
 from peagle_jax.kernels import attention
 from peagle_jax.kernels.attention import block_rows
+from peagle_jax.kernels.mosaic import devices_serve
 from peagle_jax.models.cache import ring_positions
 
 
@@ -121,3 +123,21 @@ def test_both_kernels_by_the_entry_point(length: int, monkeypatch: pytest.Monkey
     call = functools.partial(attention, window=4, own=True, implementation="pallas")
     out = jax.jit(call)(*map(jnp.asarray, (q, k, v, positions + 3, positions + 3)))
     np.testing.assert_allclose(out, reference(q, k, v, positions, 4), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "serve"),
+    [
+        ([], True),
+        (["9.0"], True),
+        (["10.0", "10.3"], True),
+        (["8.9"], False),
+        (["9.0", "12.0"], False),
+    ],
+)
+def test_which_gpus_take_the_kernels(
+    capabilities: list[str], serve: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [types.SimpleNamespace(platform="gpu", compute_capability=c) for c in capabilities]
+    monkeypatch.setattr(jax, "local_devices", lambda: gpus)
+    assert devices_serve() is serve

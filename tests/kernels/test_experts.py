@@ -90,3 +90,9 @@ def test_only_experts_in_use_are_touched() -> None:
     case.second = case.second.at[unused].set(np.nan)
     out = mix_experts(case.rows, case.chosen, case.weights, 16, case.expert)
     np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_without_a_kernel_none_can_be_asked_for() -> None:
+    case = Case(2, 4, 2)
+    with pytest.raises(ValueError, match="only MXFP4 weights have one"):
+        mix_experts(case.rows, case.chosen, case.weights, 4, case.expert, implementation="pallas")
